@@ -1,0 +1,238 @@
+"""The command line: reads arguments, refuses what can not run, and hands over. Thin.
+
+Everything but click is imported inside the commands, so that `everstep --help` answers before a
+heavy import would have begun; torch is imported by no command at all, only by the processes they
+start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from everstep import __version__
+from everstep.errors import EverstepError, UserError
+
+if TYPE_CHECKING:
+    from everstep.settings import RunSettings, Source
+    from everstep.wire.messages import ScriptSpec
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+# Options end at the script: what follows is the script's own. Underscores are as good as dashes, as
+# with torchrun.
+_SCRIPT_LAST = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+
+
+class _Group(click.Group):
+    """A group whose commands may raise everstep's errors: one line for the person, the error's exit
+    code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EverstepError as error:
+            click.echo(f"everstep: error: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="everstep", message="%(prog)s %(version)s")
+def main() -> None:
+    """Training that goes on when a rank dies: no restart, no checkpoint read, no step lost."""
+
+
+def _run_options(command: Command) -> Command:
+    """The options of `run` and `prove`, and the script behind them."""
+    decorators = [
+        click.option(
+            "--nproc-per-node", type=int, metavar="N", help="Workers to start, one rank each. [1]"
+        ),
+        click.option(
+            "-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."
+        ),
+        click.option("--log-dir", metavar="DIR", help="Where runs are kept. [everstep-runs]"),
+        click.option("--run-id", metavar="NAME", help="Name of this run. [made from the date]"),
+        click.option(
+            "--max-restarts", type=int, metavar="N", help="Incidents that end the job. [100]"
+        ),
+        click.option(
+            "--master-port",
+            type=int,
+            metavar="PORT",
+            help="MASTER_PORT of the script. [a free one]",
+        ),
+        click.option("--config", metavar="FILE", help="Settings file. [everstep.toml, if there]"),
+        click.option(
+            "--quiet", is_flag=True, default=None, help="No output of workers, no live line."
+        ),
+        click.argument("script"),
+        click.argument("args", nargs=-1, type=click.UNPROCESSED),
+    ]
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+@main.command(context_settings=_SCRIPT_LAST)
+@click.option(
+    "--dry-run", is_flag=True, help="Check everything, print what would be run, start nothing."
+)
+@click.option(
+    "--chaos",
+    multiple=True,
+    metavar="SPEC",
+    help="A fault on purpose: KIND:rank=R,step=S[,at=PLACE].",
+)
+@_run_options
+def run(dry_run: bool, **options: Any) -> None:
+    """Run SCRIPT on every rank, and go on when one of them fails.
+
+    Options after SCRIPT are the script's. The exit code is the script's, or 128 plus the signal
+    that ended it."""
+    from everstep.launch import preflight
+    from everstep.settings import protection_is_off
+
+    settings, sources = _resolve(options)
+    off = protection_is_off(os.environ)
+    if off and settings.chaos:
+        raise UserError(
+            "EVERSTEP=off: no fault on purpose can fire in an unprotected run; unset it, "
+            "or leave out --chaos"
+        )
+    preflight.check(settings)
+    if dry_run:
+        _print_dry_run(settings, sources, off)
+        return
+    sys.exit(_run(settings, off))
+
+
+@main.command(context_settings=_SCRIPT_LAST)
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    required=True,
+    metavar="SPEC",
+    help="KIND:rank=R,step=S[,at=PLACE].",
+)
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    help="Write the verdict and the incidents' times to FILE.",
+)
+@_run_options
+def prove(faults: tuple[str, ...], json_path: str | None, **options: Any) -> None:
+    """Prove that SCRIPT recovers to the same bits.
+
+    Runs SCRIPT clean twice and with the faults once, and compares what every rank returned and
+    consumed in every step, and the state at the end. Exits with 0 only when all are equal and every
+    fault was injected and survived."""
+    from everstep import chaos
+    from everstep.launch.prove import prove as run_proof
+    from everstep.settings import protection_is_off
+
+    settings, _ = _resolve(options)
+    if protection_is_off(os.environ):
+        raise UserError(
+            "EVERSTEP=off: there is nothing to prove about an unprotected run; unset it"
+        )
+    specs = chaos.parse_all(faults, settings.nproc_per_node)
+    sys.exit(run_proof(settings, specs, Path(json_path) if json_path else None, sys.stdout))
+
+
+@main.group()
+def config() -> None:
+    """What the settings are and where they come from."""
+
+
+@config.command("show")
+@click.option("--config", metavar="FILE", help="Settings file. [everstep.toml, if there]")
+def config_show(config: str | None) -> None:
+    """Print every setting, its value, where that came from, and what it means."""
+    from everstep import settings as module
+
+    settings, sources = module.resolve({}, os.environ, Path(config) if config else None)
+    for name, description in module.descriptions().items():
+        if name != "script":
+            value = module.written(getattr(settings, name))
+            click.echo(f"{name} = {value}  ({sources[name]})\n    {description.splitlines()[0]}")
+    for variable, nearest in module.strangers(os.environ).items():
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        click.echo(f"note: {variable} in the environment is not a setting{hint}", err=True)
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN_DIR")
+def report(run_dir: str) -> None:
+    """Print what happened in the run whose directory is RUN_DIR, folded from its journal."""
+    from everstep.observe.report import report_run
+
+    for line in report_run(Path(run_dir)):
+        click.echo(line)
+
+
+def _resolve(options: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Source]]:
+    from everstep.settings import resolve
+    from everstep.wire.messages import ScriptSpec
+
+    arguments = dict(options)
+    config, module = arguments.pop("config"), arguments.pop("module")
+    target, args = arguments.pop("script"), arguments.pop("args")
+    arguments["script"] = ScriptSpec(target=target, module=module, args=args)
+    return resolve(arguments, os.environ, Path(config) if config else None)
+
+
+def _run(settings: RunSettings, off: bool) -> int:
+    from everstep.observe.console import ConsoleView
+
+    view = ConsoleView(settings)
+    try:
+        if off:
+            from everstep.launch.plain import run_plain
+
+            click.echo(
+                "everstep: EVERSTEP=off - the script runs unprotected; a failure ends it", err=True
+            )
+            return run_plain(settings, view).exit_code
+        from everstep.launch.local import run_job
+
+        result = run_job(settings, view)
+    finally:
+        view.close()
+    view.summarize(result.run_dir)
+    return result.exit_code
+
+
+def _print_dry_run(settings: RunSettings, sources: Mapping[str, Source], off: bool) -> None:
+    """What would be run, where its output would go, and the settings that are not the default."""
+    from everstep.launch.preflight import run_dir
+    from everstep.settings import SourceKind, written
+
+    protection = "unprotected (EVERSTEP=off)" if off else "protected"
+    click.echo(f"would run, {protection}, on {settings.nproc_per_node} ranks:")
+    click.echo(f"    {_command_line(settings.script)}")
+    click.echo(f"journal and logs in {run_dir(settings)}")
+    for name, source in sources.items():
+        if name != "script" and source.kind is not SourceKind.DEFAULT:
+            click.echo(f"    {name} = {written(getattr(settings, name))}  ({source})")
+    click.echo("nothing was started")
+
+
+def _command_line(script: ScriptSpec) -> str:
+    import shlex
+
+    module = ["-m"] if script.module else []
+    return shlex.join([sys.executable, *module, script.target, *script.args])
+
+
+if __name__ == "__main__":
+    main()

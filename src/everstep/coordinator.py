@@ -1,0 +1,421 @@
+"""The coordinator's shell: around the pure core, inside the agent.
+
+Theory of operation: what workers say becomes events, with the time stamped on; what the core
+answers is carried out, in order, through `Effects`. One event is finished before the next begins,
+whoever brings it. One timer stands for the core's next deadline. Beside the core the shell keeps
+what is only carried and never decided upon: each rank's capsules of the newest two steps, its
+random key and recorded results for its next incarnation, which faults have fired, and the
+half-complete exchanges of addresses.
+
+It does not know processes, sockets or files. Loop thread only; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from everstep.core import actions, events
+from everstep.types import Cause, CauseKind, Decision, Plan, Record
+from everstep.wire import messages
+from everstep.wire.messages import ChaosSpec, FromWorker, ToWorker
+
+_CAPSULES_KEPT = 2
+_MIN_TIMER_S = 0.001  # a deadline that has passed and is not moved by a Tick must not spin the loop
+Member = tuple[int, int]  # rank and incarnation
+
+
+class Core(Protocol):
+    """What the shell needs of core.coordinator.Coordinator."""
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When to send Tick, on the monotonic clock; None: never."""
+        ...
+
+    def handle(self, event: events.Event, now_s: float) -> list[actions.Action]:
+        """Decide."""
+        ...
+
+
+class Timer(Protocol):
+    """What asyncio's TimerHandle is."""
+
+    def cancel(self) -> None:
+        """Do not call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heritage:
+    """What a rank's new incarnation is given from its earlier ones."""
+
+    rng_key: bytes | None
+    once: dict[str, bytes]
+    faults: tuple[ChaosSpec, ...]
+
+
+class Effects(Protocol):
+    """What the agent does for the coordinator. No call blocks, and none calls back into the shell
+    before it returns."""
+
+    def record(self, record: Record, *, shown: bool = True) -> None:
+        """Append to the journal, and show it to the person who watches unless `shown` is False."""
+        ...
+
+    def spawn(self, order: actions.Spawn, heritage: Heritage) -> None:
+        """Fork a worker. Its messages and its death come back by `message` and `died`."""
+        ...
+
+    def kill(self, rank: int, incarnation: int, why: str) -> None:
+        """SIGKILL a worker's whole session. Nothing, if it is dead."""
+        ...
+
+    def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
+        """Send a message. Nothing, if the worker is dead."""
+        ...
+
+    def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
+        """Keep the scalars a rank logged in a step that is committed."""
+        ...
+
+    def trace(self, rank: int, step: int, record: bytes) -> None:
+        """Keep what a committed step returned and consumed, as MessagePack."""
+        ...
+
+    def digests(self, rank: int, digests: Mapping[str, str]) -> None:
+        """Keep the digests of a rank's final state."""
+        ...
+
+    def end(self, end: actions.End) -> None:
+        """The job is over."""
+        ...
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """Entries of one group of one generation, until all are there."""
+
+    entries: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    members: dict[int, Member] = dataclasses.field(default_factory=dict)
+
+
+class CoordinatorShell:
+    """Carries messages to the core and its decisions to the agent.
+
+    `faults`: all of the job. `call_at(when_s, callback)` makes a timer on the clock of `clock`, in
+    seconds.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        effects: Effects,
+        faults: Iterable[ChaosSpec],
+        call_at: Callable[[float, Callable[[], None]], Timer],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._effects = effects
+        self._call_at = call_at
+        self._clock = clock
+        self._events: deque[events.Event] = deque()
+        self._busy = False
+        self._ended = False
+        self._timer: Timer | None = None
+        self._armed_s: float | None = None
+        self._unfired = {fault.index: fault for fault in faults}
+        self._fired: dict[Member, tuple[ChaosSpec, float]] = {}
+        self._raised: dict[Member, Cause] = {}
+        self._rng_keys: dict[int, bytes] = {}
+        self._once: dict[int, dict[str, bytes]] = {}
+        self._capsules: dict[int, dict[int, bytes]] = {}
+        self._exchanges: dict[tuple[int, str], _Exchange] = {}
+        self._oldest_exchanged = 0
+        self._note_keys: set[str] = set()
+
+    # ------------------------------------------------------------ what comes in
+
+    def start(self) -> None:
+        """Begin: the workers are spawned."""
+        self._feed(events.JobStarted())
+
+    def stop_asked(self, signal: int) -> None:
+        """A person or the system wants the job to end."""
+        self._feed(events.StopAsked(signal=signal))
+
+    def died(self, rank: int, incarnation: int, cause: Cause) -> None:
+        """A worker is gone, its session killed and reaped, and all it had written has been given to
+        `message`."""
+        member = (rank, incarnation)
+        cause = final_cause(cause, self._raised.pop(member, None), self._fired.pop(member, None))
+        self._feed(events.Died(rank=rank, incarnation=incarnation, cause=cause))
+
+    def message(self, rank: int, incarnation: int, message: FromWorker) -> None:
+        """A worker said something."""
+        if self._ended:
+            return
+        member = (rank, incarnation)
+        match message:
+            case messages.Capsule():
+                self._keep_capsule(rank, message)
+            case messages.Address():
+                self._exchange(member, message)
+            case messages.Fired():
+                self._note_fired(member, message)
+            case messages.Once():
+                self._once.setdefault(rank, {})[message.key] = message.value
+            case messages.Raised():
+                self._raised[member] = message.cause
+            case messages.Note():
+                self._note(rank, message)
+            case _:
+                self._keep(member, message)
+                self._feed(self._event(member, message))
+
+    def stop(self) -> None:
+        """No timer fires any more, and nothing more is heeded. May be called twice."""
+        self._ended = True
+        self._arm(None)
+
+    # ------------------------------------------------------------ what the core does not see
+
+    def _keep_capsule(self, rank: int, capsule: messages.Capsule) -> None:
+        kept = self._capsules.setdefault(rank, {})
+        kept[capsule.step] = capsule.payload
+        # A rank that goes back takes its newer capsules with it; of the rest the newest are kept.
+        usable = sorted(step for step in kept if step <= capsule.step)[-_CAPSULES_KEPT:]
+        self._capsules[rank] = {step: kept[step] for step in usable}
+
+    def _exchange(self, member: Member, address: messages.Address) -> None:
+        if address.generation < self._oldest_exchanged:
+            return
+        key = (address.generation, address.group)
+        exchange = self._exchanges.setdefault(key, _Exchange())
+        exchange.entries[address.rank] = address.payload
+        exchange.members[address.rank] = member
+        if len(exchange.entries) < address.size:
+            return
+        del self._exchanges[key]
+        answer = messages.Addresses(
+            generation=address.generation, group=address.group, entries=exchange.entries
+        )
+        for rank, incarnation in exchange.members.values():
+            self._effects.send(rank, incarnation, answer)
+
+    def _forget_exchanges(self, below_generation: int) -> None:
+        self._oldest_exchanged = max(self._oldest_exchanged, below_generation)
+        for key in [key for key in self._exchanges if key[0] < self._oldest_exchanged]:
+            del self._exchanges[key]
+
+    def _note_fired(self, member: Member, fired: messages.Fired) -> None:
+        fault = self._unfired.pop(fired.index, None)
+        if fault is None:
+            return
+        self._fired[member] = (fault, fired.t)
+        fields = {
+            "index": fault.index,
+            "text": fault.text,
+            "rank": fault.rank,
+            "step": fault.step,
+            "fired_t": fired.t,
+        }
+        self._effects.record(Record(event="fault_fired", fields=fields))
+
+    def _note(self, rank: int, note: messages.Note) -> None:
+        shown = note.key not in self._note_keys
+        self._note_keys.add(note.key)
+        fields = {"key": note.key, "text": note.text, "rank": rank}
+        self._effects.record(Record(event="note", fields=fields), shown=shown)
+
+    # ------------------------------------------------------------ what becomes an event
+
+    def _keep(self, member: Member, message: FromWorker) -> None:
+        """What a message carries beside its event."""
+        rank, _ = member
+        match message:
+            case messages.Protect():
+                self._rng_keys[rank] = message.rng_key
+            case messages.Commit():
+                if message.log:
+                    self._effects.metrics(rank, message.step, message.log)
+                if message.record is not None:
+                    self._effects.trace(rank, message.step, message.record)
+                fired = self._fired.get(member)
+                if fired is not None and message.step > fired[0].step:
+                    del self._fired[
+                        member
+                    ]  # it did no harm that shows; a later failure is another's
+            case messages.Finish():
+                self._effects.digests(rank, message.digests)
+
+    def _event(self, member: Member, message: FromWorker) -> events.Event:
+        rank, incarnation = member
+        match message:
+            case messages.Fault(generation=generation, step=step):
+                cause = final_cause(message.cause, None, self._fired.pop(member, None))
+                return events.Faulted(
+                    rank=rank,
+                    incarnation=incarnation,
+                    generation=generation,
+                    step=step,
+                    cause=cause,
+                )
+            case _:
+                return _plain_event(rank, incarnation, message)
+
+    # ------------------------------------------------------------ the core's decisions
+
+    def _feed(self, event: events.Event) -> None:
+        self._events.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events and not self._ended:
+                for action in self._core.handle(self._events.popleft(), self._clock()):
+                    self._carry_out(action)
+            self._arm(None if self._ended else self._core.next_deadline_s)
+        finally:
+            self._busy = False
+
+    def _carry_out(self, action: actions.Action) -> None:
+        match action:
+            case actions.Record():
+                self._effects.record(action.record)
+            case actions.Spawn():
+                if not action.joiner:
+                    self._forget_exchanges(action.generation)
+                self._effects.spawn(action, self._heritage(action.rank))
+            case actions.Kill():
+                self._effects.kill(action.rank, action.incarnation, action.why)
+            case actions.SendStop(generation=generation):
+                self._forget_exchanges(generation + 1)
+                self._send_all(action.to, messages.Stop(generation=generation))
+            case actions.SendPosition(step=step):
+                position = messages.Position(step=step)
+                self._effects.send(action.rank, action.incarnation, position)
+            case actions.SendRegroup():
+                self._send_regroup(action)
+            case actions.SendGo():
+                self._send_all(action.to, messages.Go())
+            case actions.SendClosed():
+                self._send_all(action.to, messages.Closed())
+            case actions.SendBye():
+                self._send_all(action.to, messages.Bye())
+            case actions.End():
+                self.stop()
+                self._effects.end(action)
+            case _:
+                raise TypeError(
+                    f"the core asked for {type(action).__name__}, which the shell cannot do"
+                )
+
+    def _send_all(self, to: Iterable[Member], message: ToWorker) -> None:
+        for rank, incarnation in to:
+            self._effects.send(rank, incarnation, message)
+
+    def _send_regroup(self, action: actions.SendRegroup) -> None:
+        self._forget_exchanges(action.generation)
+        for rank, incarnation in action.to:
+            message = messages.Regroup(
+                generation=action.generation,
+                step=action.plan.step,
+                plan=action.plan.ranks[rank],
+                capsule=self._capsule(rank, action.plan),
+            )
+            self._effects.send(rank, incarnation, message)
+
+    def _capsule(self, rank: int, plan: Plan) -> bytes | None:
+        if plan.ranks[rank].decision is not Decision.FETCH:
+            return None
+        return self._capsules.get(rank, {}).get(plan.step)
+
+    def _heritage(self, rank: int) -> Heritage:
+        return Heritage(
+            rng_key=self._rng_keys.get(rank),
+            once=dict(self._once.get(rank, {})),
+            faults=tuple(fault for fault in self._unfired.values() if fault.rank == rank),
+        )
+
+    # ------------------------------------------------------------ time
+
+    def _arm(self, deadline_s: float | None) -> None:
+        if deadline_s == self._armed_s and (deadline_s is None or self._timer is not None):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._armed_s = deadline_s
+        if deadline_s is not None:
+            self._timer = self._call_at(max(deadline_s, self._clock() + _MIN_TIMER_S), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._feed(events.Tick())
+
+
+def _plain_event(rank: int, incarnation: int, message: FromWorker) -> events.Event:
+    """The event of a message that says all that the event holds."""
+    match message:
+        case messages.Hello(pid=pid):
+            return events.Started(rank=rank, incarnation=incarnation, pid=pid)
+        case messages.Protect(shard=shard, manifest=manifest, digests=digests):
+            return events.Protected(
+                rank=rank, incarnation=incarnation, shard=shard, manifest=manifest, digests=digests
+            )
+        case messages.Commit(generation=generation, step=step, t=at_s):
+            return events.Committed(
+                rank=rank, incarnation=incarnation, generation=generation, step=step, at_s=at_s
+            )
+        case messages.Wait():
+            return events.Waiting(rank=rank, incarnation=incarnation)
+        case messages.Park(generation=generation, holding=holding):
+            return events.Parked(
+                rank=rank, incarnation=incarnation, generation=generation, holding=holding
+            )
+        case messages.Built(generation=generation):
+            return events.Regrouped(rank=rank, incarnation=incarnation, generation=generation)
+        case messages.Receipt(generation=generation, ok=ok, text=text, nbytes=nbytes):
+            return events.Restored(
+                rank=rank,
+                incarnation=incarnation,
+                generation=generation,
+                ok=ok,
+                text=text,
+                nbytes=nbytes,
+            )
+        case messages.Close(generation=generation, step=step):
+            return events.Closing(
+                rank=rank, incarnation=incarnation, generation=generation, step=step
+            )
+        case messages.Finish():
+            return events.Finished(rank=rank, incarnation=incarnation)
+        case messages.Refuse(text=text, exit_code=exit_code):
+            return events.Refused(
+                rank=rank, incarnation=incarnation, text=text, exit_code=exit_code
+            )
+        case _:
+            raise TypeError(f"a worker said {type(message).__name__}, which is no event")
+
+
+def final_cause(seen: Cause, raised: Cause | None, fired: tuple[ChaosSpec, float] | None) -> Cause:
+    """What is known of a failure from outside, made complete. Pure.
+
+    `seen`: the exit, or the fault that the worker reported. `raised`: the worker's last words, the
+    traceback; it is the cause of an exit, and detail to a signal. `fired`: the fault on purpose
+    that had just fired there, and when, on the host's monotonic clock in seconds.
+    """
+    cause = seen
+    if raised is not None and seen.kind in (CauseKind.EXIT, CauseKind.EARLY_EXIT):
+        cause = dataclasses.replace(raised, exit_code=seen.exit_code or raised.exit_code)
+    elif raised is not None:
+        cause = dataclasses.replace(seen, detail=raised.detail)
+    if fired is not None:
+        fault, at_s = fired
+        cause = dataclasses.replace(cause, fault=fault.text, at_s=at_s)
+    return cause

@@ -1,0 +1,101 @@
+"""What the coordinator wants done. Frozen values. Ordering duties of the shell stand on each.
+
+Actions of one `handle` call are carried out in list order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.types import Cause, Plan
+from everstep.types import Record as JournalRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Base of all actions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record(Action):
+    """Append to the journal. Before any later action of the same list."""
+
+    record: JournalRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawn(Action):
+    """Fork a worker for `rank`. The previous incarnation of the rank has been reaped. `joiner`: peers hold committed
+    state, so it sets up solo and joins; else it sets up together with all others. `generation`: the one it is told."""
+
+    rank: int
+    incarnation: int
+    generation: int
+    joiner: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill(Action):
+    """SIGKILL the worker's whole session; `Died` follows when it is reaped."""
+
+    rank: int
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStop(Action):
+    """To every listed (rank, incarnation): abort the communicators of `generation` and older, and park."""
+
+    generation: int
+    to: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPosition(Action):
+    """To a joiner that waits: its peers hold `step` committed steps."""
+
+    rank: int
+    incarnation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRegroup(Action):
+    """To all listed, rank by rank: build the communicators of `generation` and follow `plan`."""
+
+    generation: int
+    plan: Plan
+    to: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendGo(Action):
+    """All replicas are equal at set-up: `protect` may return. (A joiner gets it at once, when its manifest fits.)"""
+
+    to: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendClosed(Action):
+    """All ranks have left their loops: the closing fence is open."""
+
+    to: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendBye(Action):
+    """Every script has ended: the processes may exit."""
+
+    to: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End(Action):
+    """The job is over. The shell kills and reaps what still runs. `cause`: the first cause, None on success.
+    `text`: for the person who must act; empty on success."""
+
+    exit_code: int
+    cause: Cause | None = None
+    rank: int | None = None
+    text: str = ""

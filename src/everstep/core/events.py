@@ -1,0 +1,135 @@
+"""What the coordinator is told. Frozen values; `rank` and `incarnation` say who speaks, `generation` in which world.
+
+An event of an incarnation that no longer holds its rank is stale and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep.types import Cause, Holding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStarted(Event):
+    """The shell is ready to spawn workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEvent(Event):
+    """Something a worker said, or was seen to do."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(WorkerEvent):
+    """The process runs and its control channel is open."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protected(WorkerEvent):
+    """`protect` was called. `digests`: name to digest of every tensor that must be equal on all replicas of `shard`;
+    `manifest`: one digest over names, shapes and dtypes."""
+
+    shard: str
+    manifest: str
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(WorkerEvent):
+    """The worker committed `step` (1 is the first). `at_s`: when, on the host's monotonic clock."""
+
+    generation: int
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died(WorkerEvent):
+    """The process is gone and its whole session has been killed and reaped."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faulted(WorkerEvent):
+    """The process lives, but its attempt at `step` failed in `generation` (an exception, or a broken collective)."""
+
+    generation: int
+    step: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting(WorkerEvent):
+    """A joiner has set itself up and asks at which step its peers stand, to draw the batch it rehearses with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parked(WorkerEvent):
+    """The worker stands still after `Stop(generation)` and holds `holding`. A joiner sends it once it has rehearsed."""
+
+    generation: int
+    holding: Holding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouped(WorkerEvent):
+    """The worker's communicators of `generation` are up."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored(WorkerEvent):
+    """The worker has done its part of the plan of `generation`: served, fetched and checked its receipt, or kept.
+
+    `ok` False: the receipt did not match; `text` says how. `nbytes`: bytes fetched."""
+
+    generation: int
+    ok: bool
+    text: str = ""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing(WorkerEvent):
+    """The worker left its loop after `step` committed steps and waits for all others before it goes on."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(WorkerEvent):
+    """The worker's script has ended with code 0; the process waits for leave to exit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked(Event):
+    """A person or the system asked the job to end (Ctrl-C, SIGTERM)."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(WorkerEvent):
+    """The worker found input that must not start (UserError); the job ends with `text` and `exit_code`."""
+
+    text: str
+    exit_code: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(Event):
+    """Time has passed; deadlines are looked at."""

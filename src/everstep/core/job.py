@@ -1,0 +1,180 @@
+"""The state of one job, as the coordinator knows it, and the moves that change it as a whole.
+
+Theory of operation. A job goes through the phases
+
+  NEW -> SETTING_UP -> RUNNING -> STOPPING -> REGROUPING -> RUNNING ... -> ENDED
+
+A failure before any commit leads back to SETTING_UP: all workers are killed and start again. A
+later one leads to STOPPING: the survivors are told to park, and the dead are replaced by joiners.
+When every rank has a parked process the planner decides, and REGROUPING carries the plan out in a
+new generation. A failure in STOPPING keeps the generation; one in REGROUPING stops the new one.
+
+The moves here are those that a failure forces: stop, start again, doom a worker, end. What an event
+says is judged in `core.coordinator`, and what has become possible is done in `core.settle`.
+
+What it doesn't know: clocks, sockets, processes (the shell's), and nodes.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from everstep.core import actions as do
+from everstep.core import events as ev
+from everstep.core.ladder import Budget, Incident, Policy, Repeats
+from everstep.core.membership import Member, Membership, Status
+from everstep.core.outbox import Outbox
+from everstep.core.words import verb
+from everstep.types import Cause, Holding, Plan
+
+
+class Phase(enum.StrEnum):
+    """What the job as a whole is doing."""
+
+    NEW = "new"
+    SETTING_UP = "setting up"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    REGROUPING = "regrouping"
+    ENDED = "ended"
+
+
+class Job:
+    """What is known of one job of `world_size` ranks. Pure state; not thread-safe."""
+
+    def __init__(self, world_size: int, policy: Policy) -> None:
+        self.policy = policy
+        self.world_size = world_size
+        self.membership = Membership(world_size)
+        self.budget = Budget(policy)
+        self.repeats = Repeats()
+        self.out = Outbox()
+        self.now_s = 0.0
+        self.phase = Phase.NEW
+        self.deadline_s: float | None = None  # of the phase; members have their own
+        self.incident: Incident | None = None
+        # Steps committed by each rank, whoever held it; cut back when a plan goes back.
+        self.committed = [0] * world_size
+        self.recorded = 0  # the newest step in the journal
+        self.protected: dict[int, ev.Protected] = {}  # what each rank said in the job's set-up
+        self.closed = False
+        self.stop_seen = False  # "stopped" is in the journal for this stop
+        self.plan: Plan | None = None
+        self.regrouped: set[int] = set()
+        self.restored: dict[int, int] = {}  # rank to bytes fetched
+
+    @property
+    def generation(self) -> int:
+        """The number of the current world."""
+        return self.membership.generation
+
+    def step_of(self, member: Member) -> int:
+        """The step that is under way where `member` stands; a joiner stands with the incident."""
+        if member.joining and self.incident is not None:
+            return self.incident.step
+        return self.committed[member.rank] + 1
+
+    def nothing(self, rank: int) -> Holding:
+        """The holding of a rank whose process has no state."""
+        return Holding(committed=0, torn=True, shard=self.protected[rank].shard)
+
+    # ------------------------------------------------------------------ what a failure forces
+
+    def fail(self, member: Member, step: int, cause: Cause) -> None:
+        """Take a cause that counts: remember it, stop or start again what runs, and end the job
+        when it is one too many. `step`: the step that was under way where `member` stood."""
+        rank = member.rank
+        if self.repeats.again(rank, step, cause):
+            text = f"rank {rank} failed in step {step} with the same error twice: {cause.text}"
+            self.end(cause.job_exit_code(), text, cause, rank)
+            return
+        opened_in = self.generation if self.incident is None else None
+        if self.incident is None:
+            number = self.budget.opened()
+            self.incident = Incident(number=number, rank=rank, step=step, cause=cause)
+        self.incident.blame(rank, cause)
+        self.out.failed(self.incident, member, step, cause, opened_in)
+        if self.phase is Phase.STOPPING:
+            if member.joining:
+                self.budget.joiner_lost(rank)
+        else:
+            self.budget.stopped()
+            if max(self.committed) == 0:
+                self.start_again(f"rank {rank} failed before any step was committed")
+            else:
+                self.stop()
+        spent = self.budget.exceeded()
+        if spent is not None:
+            self.end_incident(spent)
+
+    def start_again(self, reason: str) -> None:
+        """Nothing is committed: kill all that live. `settle` spawns each rank anew when its process
+        has been reaped."""
+        assert self.incident is not None
+        self.membership.advance()
+        self.phase, self.closed, self.stop_seen = Phase.SETTING_UP, False, False
+        self.deadline_s = self.now_s + self.policy.setup_timeout_s
+        self.committed = [0] * self.world_size
+        self.protected.clear()
+        everybody = verb(range(self.world_size), "starts", "start")
+        self.incident.start_again(f"{reason}; {everybody} again from the script")
+        for member in self.membership.members():
+            if not member.doomed:
+                self.doom(member, f"{reason}; all ranks start again")
+
+    def stop(self) -> None:
+        """Tell the world of this generation to park."""
+        self.phase, self.deadline_s = Phase.STOPPING, None
+        self.plan, self.stop_seen = None, False
+        members = self.membership.survivors()
+        for member in members:
+            member.status = Status.STOPPING
+            member.deadline_s = self.now_s + self.policy.park_timeout_s
+        if members:
+            to = tuple(member.identity for member in members)
+            self.out.put(do.SendStop(generation=self.generation, to=to))
+
+    def doom(self, member: Member, why: str, cause: Cause | None = None) -> None:
+        """Kill a worker. `cause`: what its death will stand for; None when it is no news."""
+        member.status, member.holding, member.doom = Status.DOOMED, None, cause
+        member.deadline_s = self.now_s + self.policy.reap_timeout_s
+        self.out.put(do.Kill(rank=member.rank, incarnation=member.incarnation, why=why))
+
+    # ------------------------------------------------------------------ the end
+
+    def end_incident(self, text: str, exit_code: int | None = None) -> None:
+        """End the job inside an incident: its first cause is shown, `text` says what it led to.
+        `exit_code`: None for the cause's own."""
+        assert self.incident is not None
+        cause, rank = self.incident.cause, self.incident.rank
+        first = f"First cause, rank {rank} in step {self.incident.step}: {cause.text}"
+        code = cause.job_exit_code() if exit_code is None else exit_code
+        self.end(code, f"{text.rstrip('.')}. {first}", cause, rank)
+
+    def end(
+        self, exit_code: int, text: str, cause: Cause | None = None, rank: int | None = None
+    ) -> None:
+        """End the job. Does nothing when it has ended."""
+        if self.phase is not Phase.ENDED:
+            self.out.end(exit_code, text, cause, rank)
+            self.phase = Phase.ENDED
+
+    # ------------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Assert what must hold between any two events. For tests and simulation: O(ranks)."""
+        self.membership.validate()
+        members, phase = list(self.membership.members()), self.phase
+        if phase in (Phase.NEW, Phase.ENDED):
+            return
+        assert len(members) == self.world_size, "a rank without a process"
+        assert self.recorded == min(self.committed), (self.recorded, self.committed)
+        assert self.incident is not None or phase in (Phase.SETTING_UP, Phase.RUNNING), phase
+        assert (self.deadline_s is not None) == (phase in (Phase.SETTING_UP, Phase.REGROUPING))
+        assert (self.plan is not None) == (phase is Phase.REGROUPING), phase
+        expected = {Phase.RUNNING: Status.RUNNING, Phase.REGROUPING: Status.REGROUPING}.get(phase)
+        for member in members:
+            assert not member.joining or phase is Phase.STOPPING, (phase, member)
+            assert expected is None or member.status is expected, (phase, member)
+            waits = member.doomed or (phase is Phase.STOPPING and member.holding is None)
+            assert (member.deadline_s is not None) == waits, (phase, member)

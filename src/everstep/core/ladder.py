@@ -1,0 +1,191 @@
+"""How much may fail before the job ends, which failure is the one to show, and which rung a
+recovery stands on.
+
+Theory of operation. Two budgets bound what is tried: incidents in the whole job, and failed
+attempts in a row with no commit by all ranks in between. An attempt is a world that was stopped, or
+one more replacement of the same rank that died before it joined; several ranks that fail in one
+attempt count once, since a node that takes eight ranks with it is one failure. Beside the budgets
+stands the repeat rule: the same error on the same rank at the same step twice will come a third
+time, because nothing that a recovery changes is its cause. It is the user's error, and the job ends
+with it. SIGKILL and SIGTERM come from outside and are no repeats; neither is a fault that was
+injected on purpose.
+
+What it doesn't know: time windows, back-off between attempts, and nodes; those budgets are still to
+come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everstep.core.words import name_signal
+from everstep.types import Cause, CauseKind, Decision, Plan, Rung, StateFrom
+
+_REPEATABLE = frozenset({CauseKind.EXCEPTION, CauseKind.EXIT, CauseKind.EARLY_EXIT})
+_REPEATABLE_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
+_ECHOES = frozenset({CauseKind.PEER, CauseKind.TIMEOUT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The limits of one job."""
+
+    max_incidents: int = 100
+    """Incidents in the whole job (torchrun: max restarts). A hundred is days of bad luck, yet ends
+    a restart storm."""
+
+    max_failures_without_progress: int = 4
+    """Failed attempts in a row with no step committed by all. Four rides out a double fault in a
+    recovery."""
+
+    setup_timeout_s: float = 600.0
+    """From spawn until every rank has called `protect`. Large models take minutes to build; nothing
+    is at stake yet."""
+
+    park_timeout_s: float = 300.0
+    """From `Stop` until a survivor stands still. It bounds one step run to its boundary, or a save
+    or compile in it."""
+
+    join_timeout_s: float = 300.0
+    """From a joiner's spawn until it has rehearsed. It bounds the script's set-up, done alone, and
+    two steps."""
+
+    regroup_timeout_s: float = 60.0
+    """From `Regroup` until every rank holds the plan's step. Groups take milliseconds, a transfer a
+    second a gigabyte."""
+
+    reap_timeout_s: float = 30.0
+    """From a kill until the death is seen. Only a process in an uninterruptible wait takes longer
+    than a second."""
+
+    unlimited: bool = False
+    """Lift both budgets (`everstep prove`, which injects its faults). The repeat rule stays."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """An open incident. `step`: the step that was under way. `cause`: the one to show, of `rank`; a
+    later one replaces it when the first was only an echo. `floor`: the step from which the ranks go
+    on; the first commit above it ends the incident. `respawned`: a process was replaced in it.
+    `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps that all ranks had
+    committed and that are done again."""
+
+    number: int
+    rank: int
+    step: int
+    cause: Cause
+    floor: int = 0
+    respawned: bool = False
+    fetched: bool = False
+    steps_lost: int = 0
+    rung: Rung = Rung.RETRY
+    state_from: StateFrom = StateFrom.PROCESS
+    reason: str = ""
+
+    def blame(self, rank: int, cause: Cause) -> None:
+        """Take note of a further cause: it is shown instead of the first if the first was only its
+        echo."""
+        if is_echo(self.cause) and not is_echo(cause):
+            self.rank, self.cause = rank, cause
+
+    def follow(self, plan: Plan) -> None:
+        """Take note of the plan by which the ranks go on."""
+        fetches = any(part.decision is Decision.FETCH for part in plan.ranks)
+        self.floor = plan.step
+        self.reason = plan.reason
+        self.rung = Rung.RESPAWN if self.respawned else Rung.RETRY
+        self.state_from = StateFrom.PEER if fetches or self.fetched else StateFrom.PROCESS
+
+    def start_again(self, reason: str) -> None:
+        """Take note that all ranks start again from the script, since nothing is committed."""
+        self.floor, self.reason = 0, reason
+        self.respawned = True
+        self.rung, self.state_from = Rung.RESPAWN, StateFrom.SCRIPT
+
+
+def is_echo(cause: Cause) -> bool:
+    """A broken collective or a passed deadline is what others notice of a failure, seldom the
+    failure itself."""
+    return cause.kind in _ECHOES
+
+
+def is_repeatable(cause: Cause) -> bool:
+    """An error that comes from the script, so that the same one twice means it will come again."""
+    if cause.fault is not None:
+        return False
+    if cause.kind is CauseKind.SIGNAL:
+        return cause.signal is not None and name_signal(cause.signal) in _REPEATABLE_SIGNALS
+    return cause.kind in _REPEATABLE
+
+
+@dataclass(slots=True)
+class Repeats:
+    """Remembers every error of the script, by rank and step. Bounded by the number of failures in a
+    job."""
+
+    _seen: set[tuple[int, int, CauseKind, str]] = field(default_factory=set)
+
+    def again(self, rank: int, step: int, cause: Cause) -> bool:
+        """Remember `cause` on `rank` in `step`; True when the same one was there before."""
+        if not is_repeatable(cause):
+            return False
+        key = (rank, step, cause.kind, _signature(cause))
+        seen = key in self._seen
+        self._seen.add(key)
+        return seen
+
+
+def _signature(cause: Cause) -> str:
+    """What makes two causes of one kind the same error."""
+    if cause.kind is CauseKind.SIGNAL:
+        return str(cause.signal)
+    return cause.signature or (f"exit code {cause.exit_code}" if cause.exit_code else cause.text)
+
+
+@dataclass(slots=True)
+class Budget:
+    """Counts what has failed against a policy."""
+
+    policy: Policy
+    incidents: int = 0
+    _stops: int = 0
+    _lost_joiners: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def failures_without_progress(self) -> int:
+        """Failed attempts since the last commit by all ranks."""
+        return self._stops + max(self._lost_joiners.values(), default=0)
+
+    def opened(self) -> int:
+        """Count an incident and return its number; 1 is the first."""
+        self.incidents += 1
+        return self.incidents
+
+    def stopped(self) -> None:
+        """Count a world that had to be stopped or started again."""
+        self._stops += 1
+
+    def joiner_lost(self, rank: int) -> None:
+        """Count a replacement of `rank` that died before it joined."""
+        self._lost_joiners[rank] = self._lost_joiners.get(rank, 0) + 1
+
+    def progress(self) -> None:
+        """All ranks have committed a step."""
+        self._stops = 0
+        self._lost_joiners.clear()
+
+    def exceeded(self) -> str | None:
+        """Which budget is spent, in words; None while both hold."""
+        if self.policy.unlimited:
+            return None
+        if self.incidents > self.policy.max_incidents:
+            return (
+                f"the job has had {self.incidents} incidents, and "
+                f"{self.policy.max_incidents} are allowed (--max-restarts)"
+            )
+        if self.failures_without_progress > self.policy.max_failures_without_progress:
+            return (
+                f"{self.failures_without_progress} attempts in a row failed with no step committed "
+                f"by all ranks, and {self.policy.max_failures_without_progress} are allowed"
+            )
+        return None

@@ -1,0 +1,114 @@
+"""What one `handle` call answers: the actions in their order, and the journal's lines in the
+journal's words.
+
+Purpose: the vocabulary of the journal (docs/reference/journal.md) stands in one place, apart from
+the decisions. Pure.
+
+What it doesn't know: when a line is due, and the time, which the journal's writer stamps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from everstep.core import actions as do
+from everstep.core.ladder import Incident
+from everstep.core.membership import Member
+from everstep.types import Cause, Holding, Record
+
+
+class Outbox:
+    """Collects actions until they are taken."""
+
+    def __init__(self) -> None:
+        self._actions: list[do.Action] = []
+
+    def take(self) -> list[do.Action]:
+        """Return what has been collected, and begin anew."""
+        taken, self._actions = self._actions, []
+        return taken
+
+    def put(self, action: do.Action) -> None:
+        """Add an action after all earlier ones."""
+        self._actions.append(action)
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Add a line for the journal."""
+        self.put(do.Record(record=Record(event=event, fields=fields)))
+
+    def spawn(self, member: Member, generation: int) -> None:
+        """Spawn the process for a new tenure."""
+        rank, incarnation = member.identity
+        known = {"generation": generation, "joiner": member.joining}
+        self.record("spawned", rank=rank, incarnation=incarnation, **known)
+        self.put(
+            do.Spawn(
+                rank=rank, incarnation=incarnation, generation=generation, joiner=member.joining
+            )
+        )
+
+    def parked(self, member: Member, holding: Holding, generation: int) -> None:
+        """A worker stands still."""
+        self.record(
+            "parked",
+            rank=member.rank,
+            incarnation=member.incarnation,
+            generation=generation,
+            committed=holding.committed,
+            torn=holding.torn,
+            can_advance=holding.can_advance,
+            joiner=member.joining,
+        )
+
+    def failed(
+        self, incident: Incident, member: Member, step: int, cause: Cause, opened_in: int | None
+    ) -> None:
+        """A cause has shown itself. `opened_in`: the generation, when it opens the incident; else
+        None."""
+        known = {
+            "incident": incident.number,
+            "rank": member.rank,
+            "incarnation": member.incarnation,
+            "step": step,
+            "cause": cause_fields(cause),
+        }
+        if opened_in is None:
+            self.record("incident_cause", **known)
+        else:
+            self.record("incident_opened", **known, generation=opened_in)
+
+    def planned(self, incident: Incident, generation: int) -> None:
+        """It is decided how the ranks go on, in the new `generation`."""
+        self.record(
+            "planned",
+            incident=incident.number,
+            generation=generation,
+            step=incident.floor,
+            rung=incident.rung.value,
+            state_from=incident.state_from.value,
+            reason=incident.reason,
+        )
+
+    def incident_closed(self, incident: Incident) -> None:
+        """All ranks have committed a step after the failure."""
+        self.record(
+            "incident_closed",
+            incident=incident.number,
+            rung=incident.rung.value,
+            state_from=incident.state_from.value,
+            reason=incident.reason,
+            step=incident.step,
+            steps_lost=incident.steps_lost,
+        )
+
+    def end(self, exit_code: int, text: str, cause: Cause | None, rank: int | None) -> None:
+        """The job is over. Nothing may be put after it."""
+        known = None if cause is None else cause_fields(cause)
+        self.record("job_ended", exit_code=exit_code, text=text, cause=known)
+        self.put(do.End(exit_code=exit_code, cause=cause, rank=rank, text=text))
+
+
+def cause_fields(cause: Cause) -> dict[str, Any]:
+    """A cause as the journal writes it: plain values only."""
+    return asdict(cause) | {"kind": cause.kind.value}

@@ -1,0 +1,216 @@
+"""The transitions that need more than one rank: each is taken when all it waits for is there.
+
+Theory of operation. `settle` looks at the whole state after every event and takes every transition
+that has become possible, in the order of the phases. So no transition depends on which of several
+messages came last, and a transition that opens the next is followed at once.
+
+What it doesn't know: which event has just been taken.
+"""
+
+from __future__ import annotations
+
+from everstep.core import actions as do
+from everstep.core.agreement import disagreement
+from everstep.core.job import Job, Phase
+from everstep.core.ladder import Incident
+from everstep.core.membership import Member, Status
+from everstep.core.restore import Lost, plan
+from everstep.core.words import verb
+from everstep.types import Plan
+
+_KEPT_BY = "One more replica of every shard, or a durable checkpoint, would have kept it."
+
+
+def settle(job: Job) -> None:
+    """Take every transition that has become possible; what follows from it goes to `job.out`."""
+    if job.phase is Phase.SETTING_UP:
+        _settle_setup(job)
+    if job.phase is Phase.STOPPING:
+        _settle_stop(job)
+    if job.phase is Phase.REGROUPING:
+        _settle_regroup(job)
+    if job.phase in (Phase.RUNNING, Phase.STOPPING, Phase.REGROUPING):
+        _settle_steps(job)
+    if job.phase is Phase.RUNNING:
+        _settle_end(job)
+
+
+# ---------------------------------------------------------------------- set-up
+
+
+def _settle_setup(job: Job) -> None:
+    _spawn_vacant(job, joining=False)
+    members = list(job.membership.members())
+    if job.incident is not None and not job.stop_seen and job.membership.complete():
+        _see_stopped(job, job.incident)
+        job.out.planned(job.incident, job.generation)
+    if all(member.finished for member in members):
+        _say_bye(job)  # a script that never called protect, on any rank
+    elif job.membership.all_are(Status.PROTECTED):
+        differs = disagreement(job.protected)
+        if differs is not None:
+            job.end(2, differs)
+            return
+        if job.incident is not None:
+            _see_ready(job, job.incident)
+        job.out.record("setup_done")
+        _run(job)
+        job.out.put(do.SendGo(to=tuple(member.identity for member in members)))
+    else:
+        _refuse_unprotected(job, members)
+
+
+def _refuse_unprotected(job: Job, members: list[Member]) -> None:
+    """End at once when some ranks wait for others that can no longer come."""
+    waiting = [m.rank for m in members if m.status is Status.PROTECTED]
+    gone = [m.rank for m in members if m.finished and m.status is not Status.PROTECTED]
+    if waiting and gone:
+        text = (
+            f"{verb(gone, 'has', 'have')} ended without calling protect, for which "
+            f"{verb(waiting, 'waits', 'wait')}; call it once on every rank, before its first step"
+        )
+        job.end(2, text, None, gone[0])
+
+
+def _spawn_vacant(job: Job, *, joining: bool) -> None:
+    """Give every rank that nobody holds to a new process."""
+    for rank in range(job.world_size):
+        if job.membership.holder(rank) is None:
+            member = job.membership.spawn(rank, joining=joining)
+            if joining:
+                member.deadline_s = job.now_s + job.policy.join_timeout_s
+            job.out.spawn(member, job.generation)
+
+
+# ---------------------------------------------------------------------- stop and regroup
+
+
+def _settle_stop(job: Job) -> None:
+    survivors = job.membership.survivors()
+    if not survivors:
+        _end_lost(job, "no process that held it is left")
+        return
+    _spawn_vacant(job, joining=True)
+    if any(member.status is not Status.PARKED for member in survivors):
+        return
+    if not job.stop_seen and job.incident is not None:
+        _see_stopped(job, job.incident)
+    held = {member.rank: member.holding for member in survivors}
+    outcome = plan([held.get(rank) or job.nothing(rank) for rank in range(job.world_size)])
+    if isinstance(outcome, Lost):
+        _end_lost(job, outcome.reason)
+    elif outcome.step == 0:
+        # Only processes that are gone had committed; their step is made again with the rest.
+        job.start_again("no living rank has committed a step")
+        _settle_setup(job)
+    else:
+        _place_joiners(job, outcome.step)
+        if job.membership.all_are(Status.PARKED):
+            _regroup(job, outcome)
+
+
+def _place_joiners(job: Job, step: int) -> None:
+    """Tell the joiners where their peers stand; replace those that rehearsed another step."""
+    for member in list(job.membership.members()):
+        if member.joining and not member.doomed and member.position not in (None, step):
+            why = f"it rehearsed after step {member.position}, and its peers go on from step {step}"
+            job.doom(member, why)
+        elif member.status is Status.WAITING:
+            member.status, member.position = Status.REHEARSING, step
+            rank, incarnation = member.identity
+            job.out.put(do.SendPosition(rank=rank, incarnation=incarnation, step=step))
+
+
+def _regroup(job: Job, chosen: Plan) -> None:
+    """Every rank has a parked process: begin the next generation, by the plan."""
+    incident = job.incident
+    assert incident is not None
+    _see_ready(job, incident)
+    incident.steps_lost += max(0, min(job.committed) - chosen.step)
+    incident.follow(chosen)
+    job.membership.advance()
+    job.out.planned(incident, job.generation)
+    job.phase, job.plan = Phase.REGROUPING, chosen
+    job.deadline_s = job.now_s + job.policy.regroup_timeout_s
+    job.regrouped, job.restored = set(), {}
+    job.committed = [min(step, chosen.step) for step in job.committed]
+    members = list(job.membership.members())
+    for member in members:
+        member.status, member.holding, member.joining = Status.REGROUPING, None, False
+        # A rank that waits for the closing fence asks again, unless the fence has opened.
+        member.closing = member.closing and job.closed
+    to = tuple(member.identity for member in members)
+    job.out.put(do.SendRegroup(generation=job.generation, plan=chosen, to=to))
+
+
+def _settle_regroup(job: Job) -> None:
+    assert job.incident is not None
+    which = {"incident": job.incident.number, "generation": job.generation}
+    if len(job.regrouped) == job.world_size:
+        job.regrouped.clear()  # so that it is written once
+        job.out.record("regrouped", **which)
+    if len(job.restored) == job.world_size:
+        job.out.record("restored", **which, nbytes=sum(job.restored.values()))
+        _run(job)
+
+
+def _run(job: Job) -> None:
+    job.phase, job.deadline_s, job.plan = Phase.RUNNING, None, None
+    for member in job.membership.members():
+        member.status = Status.RUNNING
+
+
+def _see_stopped(job: Job, incident: Incident) -> None:
+    job.stop_seen = True
+    job.out.record("stopped", incident=incident.number, generation=job.generation)
+
+
+def _see_ready(job: Job, incident: Incident) -> None:
+    job.out.record("ready", incident=incident.number, generation=job.generation)
+
+
+# ---------------------------------------------------------------------- steps and ends
+
+
+def _settle_steps(job: Job) -> None:
+    """Write the steps that every rank has committed."""
+    done = min(job.committed)
+    if done > job.recorded and job.phase is Phase.RUNNING:
+        job.budget.progress()
+    job.recorded = min(job.recorded, done)
+    while job.recorded < done:
+        job.recorded += 1
+        job.out.record("step", step=job.recorded, generation=job.generation)
+
+
+def _settle_end(job: Job) -> None:
+    """Close the incident, the loop and the job, each when all ranks are there."""
+    members = list(job.membership.members())
+    left = all(member.closing or member.finished for member in members)
+    if job.incident is not None and (min(job.committed) > job.incident.floor or left):
+        _close_incident(job, job.incident)
+    closing = [member for member in members if member.closing]
+    if left and closing and not job.closed:
+        job.closed = True
+        job.out.record("closed", step=min(job.committed))
+        job.out.put(do.SendClosed(to=tuple(member.identity for member in closing)))
+    if all(member.finished for member in members):
+        _say_bye(job)
+
+
+def _close_incident(job: Job, incident: Incident) -> None:
+    job.budget.progress()
+    job.out.incident_closed(incident)
+    job.incident = None
+
+
+def _say_bye(job: Job) -> None:
+    if job.incident is not None:
+        _close_incident(job, job.incident)
+    to = tuple(member.identity for member in job.membership.members())
+    job.out.put(do.SendBye(to=to))
+    job.end(0, "")
+
+
+def _end_lost(job: Job, reason: str) -> None:
+    job.end_incident(f"the state of step {max(job.committed)} is lost: {reason}. {_KEPT_BY}")

@@ -1,0 +1,44 @@
+"""How ranks and signals are named in sentences.
+
+Purpose: every reason and error of the core names ranks in the same short way. Pure; knows nothing
+of what the ranks do.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Name ranks for a sentence: "rank 1", "ranks 0, 2, 3", "ranks 0-7"; "no rank" when there are
+    none.
+
+    Three and more neighbours are joined, so that a thousand ranks still fit on a line.
+    """
+    ordered = sorted(set(ranks))
+    if not ordered:
+        return "no rank"
+    parts: list[str] = []
+    start = 0
+    for i in range(1, len(ordered) + 1):
+        if i < len(ordered) and ordered[i] == ordered[i - 1] + 1:
+            continue
+        run = ordered[start:i]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) >= 3 else [str(rank) for rank in run]
+        start = i
+    return f"rank {parts[0]}" if len(ordered) == 1 else f"ranks {', '.join(parts)}"
+
+
+def verb(ranks: Iterable[int], singular: str, plural: str) -> str:
+    """`name_ranks(ranks)` followed by the form of the verb that fits their number."""
+    listed = sorted(set(ranks))
+    return f"{name_ranks(listed)} {singular if len(listed) == 1 else plural}"
+
+
+def name_signal(number: int) -> str:
+    """The name of a signal, "SIGKILL" for 9; "signal 99" when this system has no name for it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,394 @@
+"""Every setting of a run: its unit, its default and why, and where its value came from.
+
+A value is taken from the first place that gives one: an argument on the command line, the
+environment (`EVERSTEP_<NAME>`), the `[run]` table of `everstep.toml`, the default. This is the only
+module that is handed the environment. Every value is checked here, and a refusal says which of the
+places it came from.
+
+It does not know whether the script exists or a port is free; `launch/preflight.py` asks the
+machine."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import enum
+import functools
+import inspect
+import itertools
+import re
+import secrets
+import time
+import tomllib
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep import chaos as faults
+from everstep.errors import UserError
+from everstep.wire.messages import ChaosSpec, ScriptSpec
+
+DEFAULT_FILE = "everstep.toml"
+ENVIRONMENT_PREFIX = "EVERSTEP_"
+RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+COLORS = ("auto", "always", "never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """All settings of one job on one machine. Made by `resolve`."""
+
+    script: ScriptSpec = ScriptSpec(target="", module=False, args=())
+    """What every rank runs. From the command line only: it names the job, it does not tune it."""
+
+    nproc_per_node: int = 1
+    """Workers on this machine, one rank each. 1, as torchrun has it."""
+
+    run_id: str = ""
+    """Name of the run and of its directory, up to 64 of A-Z a-z 0-9 . _ -. Made from the date when
+    not given."""
+
+    log_dir: str = "everstep-runs"
+    """Directory in which each run gets its own. Under the current one, so that it is found again
+    without a search."""
+
+    max_restarts: int = 100
+    """Incidents after which the job ends. High, because a recovery costs a second and an idle
+    machine costs hours."""
+
+    master_port: int = 0
+    """TCP port given to the script as MASTER_PORT. 0 takes a free one, so that two jobs do not meet
+    on one port."""
+
+    chaos: tuple[ChaosSpec, ...] = ()
+    """Faults on purpose. None, of course. In the environment they are separated by semicolons."""
+
+    record: bool = False
+    """Write what each step returned and consumed to trace.jsonl. Off: only `everstep prove`
+    compares it."""
+
+    lift_budgets: bool = False
+    """Let no budget of incidents end the job. Off: a job that only fails should end. `everstep
+    prove` sets it."""
+
+    shm_dir: str = "/dev/shm"
+    """Directory in memory for the files in which workers show where they stand. Where Linux has its
+    tmpfs."""
+
+    max_nproc: int = 64
+    """Most workers on one machine. A guard against a slip of the finger, not a limit of
+    everstep."""
+
+    grace_s: float = 5.0
+    """Seconds between SIGTERM and SIGKILL when a person ends the job. What a script needs to close
+    its log."""
+
+    setup_timeout_s: float = 600.0
+    """Seconds until every rank must have called `protect`. Long: a first start may have to read a
+    large model."""
+
+    park_timeout_s: float = 300.0
+    """Seconds a worker has to come to its boundary after a stop. Long: it may be deep in a forward
+    pass."""
+
+    join_timeout_s: float = 300.0
+    """Seconds a replacement has from its start to the end of its rehearsal. As long as the park of
+    its peers."""
+
+    regroup_timeout_s: float = 60.0
+    """Seconds to rebuild all communicators and move the state. Far above the second it takes."""
+
+    collective_timeout_s: float = 600.0
+    """Seconds one collective may take before it counts as broken. torch's own default for gloo is
+    half an hour."""
+
+    build_timeout_s: float = 10.0
+    """Seconds one attempt to build a communicator may take. Short: its peers are known to be alive
+    and waiting."""
+
+    quiesce_timeout_s: float = 5.0
+    """Seconds an aborted communicator's work may take to let go of its tensors. A hundred times
+    what is measured."""
+
+    quiet: bool = False
+    """Show neither the workers' output nor the live line; incidents and the summary stay. The logs
+    have it all."""
+
+    color: str = "auto"
+    """`always`, `never`, or `auto`: color on a terminal, unless NO_COLOR is set. Others read what
+    we print."""
+
+
+class SourceKind(enum.StrEnum):
+    """Where a value can come from; the first that gives one wins."""
+
+    ARGUMENT = "argument"
+    ENVIRONMENT = "environment"
+    FILE = "file"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a setting's value came from. `where`: the option, the variable, or the file and key;
+    may be empty."""
+
+    kind: SourceKind
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.where}".strip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Check:
+    """What a value must satisfy beyond its type, and the words for it."""
+
+    passes: Callable[[Any], bool]
+    must: str
+
+
+_POSITIVE = _Check(passes=lambda value: 0 < value < float("inf"), must="must be above 0 (seconds)")
+_NOT_NEGATIVE = _Check(passes=lambda value: value >= 0, must="must not be negative")
+_NOT_EMPTY = _Check(passes=bool, must="must not be empty")
+_CHECKS: dict[str, _Check] = {
+    "run_id": _Check(
+        passes=lambda value: RUN_ID.fullmatch(value) is not None and value not in (".", ".."),
+        must="must be 1 to 64 letters, digits, dots, underscores or dashes",
+    ),
+    "nproc_per_node": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
+    "max_nproc": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
+    "max_restarts": _NOT_NEGATIVE,
+    "master_port": _Check(
+        passes=lambda value: 0 <= value <= 65535, must="must be 0 (a free one) to 65535"
+    ),
+    "log_dir": _NOT_EMPTY,
+    "shm_dir": _NOT_EMPTY,
+    "color": _Check(
+        passes=lambda value: value in COLORS, must=f"must be one of {', '.join(COLORS)}"
+    ),
+}
+
+
+def resolve(
+    arguments: Mapping[str, Any],
+    environ: Mapping[str, str],
+    toml_path: Path | None = None,
+) -> tuple[RunSettings, dict[str, Source]]:
+    """All settings, and for each where its value came from.
+
+    `arguments`: from the command line by setting's name; None means not given; `chaos` is a
+    sequence of texts, `script` a ScriptSpec. `environ`: the process's environment. `toml_path`: a
+    file that must exist; None takes `everstep.toml` of the current directory if there is one.
+
+    Raises UserError for a value of a wrong type or out of range, with the place it came from, and
+    for a key of the file that is no setting. Reads at most one file."""
+    path, table = _read_file(toml_path)
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for name, declared in _types().items():
+        raw, source = _first_given(name, arguments, environ, table, path)
+        if raw is None:
+            continue
+        values[name] = raw if name == "script" else _convert(name, declared, raw, source)
+        sources[name] = source
+    if "color" not in values and environ.get("NO_COLOR"):
+        values["color"] = "never"
+        sources["color"] = Source(kind=SourceKind.ENVIRONMENT, where="NO_COLOR")
+    if "run_id" not in values:
+        values["run_id"] = new_run_id()
+        sources["run_id"] = Source(kind=SourceKind.DEFAULT, where="(made from the date)")
+    settings = RunSettings(**values)
+    for name in _types():
+        sources.setdefault(name, Source(kind=SourceKind.DEFAULT))
+    _check_together(settings, sources)
+    return settings, sources
+
+
+def new_run_id() -> str:
+    """A name no other run on this machine has: local date and time, and four random hexadecimal
+    digits."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def protection_is_off(environ: Mapping[str, str]) -> bool:
+    """Whether `EVERSTEP=off` asks for the script to be run unprotected.
+
+    Raises UserError on any other value than `off`, `on` and the empty one: a guess would be wrong
+    for somebody."""
+    value = environ.get("EVERSTEP", "")
+    if value not in ("", "on", "off"):
+        raise UserError(
+            f"EVERSTEP={value} in the environment is not understood; EVERSTEP=off runs the script "
+            "unprotected, EVERSTEP=on (or unset) protects it"
+        )
+    return value == "off"
+
+
+def strangers(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the environment that begin like a setting's but are none, with the nearest one
+    or nothing."""
+    names = {environment_name(name): name for name in _types() if name != "script"}
+    found = {}
+    for key in environ:
+        if key.startswith(ENVIRONMENT_PREFIX) and key not in names:
+            found[key] = next(iter(difflib.get_close_matches(key, names, n=1)), "")
+    return found
+
+
+def environment_name(name: str) -> str:
+    """The environment variable of a setting."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+@functools.cache
+def descriptions() -> dict[str, str]:
+    """Every setting's docstring, by name, in the order they are declared."""
+    tree = ast.parse(inspect.getsource(RunSettings))
+    body = typing.cast(ast.ClassDef, tree.body[0]).body
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[field.target.id] = inspect.cleandoc(str(text.value.value))
+    return found
+
+
+def written(value: Any) -> str:
+    """A setting's value as a person would write it."""
+    if isinstance(value, tuple):
+        return "; ".join(spec.text for spec in value) or "(none)"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    hints = typing.get_type_hints(RunSettings)
+    return {field.name: hints[field.name] for field in dataclasses.fields(RunSettings)}
+
+
+def _read_file(toml_path: Path | None) -> tuple[Path, dict[str, Any]]:
+    """The file's path and its [run] table, empty where there is no file to read."""
+    path = toml_path if toml_path is not None else Path(DEFAULT_FILE)
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if toml_path is None:
+            return path, {}
+        raise UserError(f"{path}: no such file; --config must name a settings file") from error
+    except OSError as error:
+        raise UserError(f"{path} can not be read: {error.strerror}; make it readable") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}; correct it there") from error
+    _refuse_unknown(path, "table", document, ["run"])
+    table = document.get("run", {})
+    if not isinstance(table, dict):
+        raise UserError(f"{path}: run must be a table; write [run] on a line of its own")
+    _refuse_unknown(path, "setting", table, [name for name in _types() if name != "script"])
+    return path, table
+
+
+def _refuse_unknown(path: Path, what: str, given: Mapping[str, Any], known: list[str]) -> None:
+    for key in given:
+        if key in known:
+            continue
+        nearest = difflib.get_close_matches(key, known, n=1)
+        advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
+        raise UserError(f"{path}: {key!r} is not a {what}; {advice}")
+
+
+def _first_given(
+    name: str,
+    arguments: Mapping[str, Any],
+    environ: Mapping[str, str],
+    table: Mapping[str, Any],
+    path: Path,
+) -> tuple[Any, Source]:
+    """The raw value from the first place that gives one, or None, and that place."""
+    given = arguments.get(name)
+    if given is not None and given != ():
+        return given, Source(kind=SourceKind.ARGUMENT, where="--" + name.replace("_", "-"))
+    variable = environment_name(name)
+    if name != "script" and environ.get(variable):
+        return environ[variable], Source(kind=SourceKind.ENVIRONMENT, where=variable)
+    if name in table:
+        return table[name], Source(kind=SourceKind.FILE, where=f"{path} [run] {name}")
+    return None, Source(kind=SourceKind.DEFAULT)
+
+
+def _convert(name: str, declared: Any, raw: Any, source: Source) -> Any:
+    """`raw` as the declared type, checked. Raises UserError with the place it came from."""
+    try:
+        value = _from_text(declared, raw) if source.kind is SourceKind.ENVIRONMENT else raw
+        value = _typed(declared, value)
+    except _WrongTypeError as error:
+        raise UserError(f"{name} = {raw!r} (from {source}) {error}; correct it there") from error
+    except UserError as error:
+        raise UserError(f"{error} (from {source})") from error
+    check = _CHECKS.get(name, _POSITIVE if name.endswith("_s") else None)
+    if check is not None and not check.passes(value):
+        raise UserError(f"{name} = {raw!r} (from {source}) {check.must}; correct it there")
+    return value
+
+
+class _WrongTypeError(Exception):
+    """The value is not of the setting's type; says what it must be."""
+
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _from_text(declared: Any, text: str) -> Any:
+    """What a text of the environment stands for; the text itself where it stands for nothing."""
+    if declared is bool:
+        return text.lower() in _TRUE if text.lower() in _TRUE + _FALSE else text
+    if declared is int:
+        return int(text) if re.fullmatch(r"\s*[+-]?[0-9]+\s*", text) else text
+    if declared is float:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    return text if declared is str else [part for part in text.split(";") if part.strip()]
+
+
+def _typed(declared: Any, value: Any) -> Any:
+    """`value` as the declared type, if it is of a type that may stand for it."""
+    is_bool = isinstance(value, bool)
+    if declared is bool:
+        if is_bool:
+            return value
+        raise _WrongTypeError("must be true or false")
+    if declared is int:
+        if isinstance(value, int) and not is_bool:
+            return value
+        raise _WrongTypeError("must be a whole number")
+    if declared is float:
+        if isinstance(value, (int, float)) and not is_bool:
+            return float(value)
+        raise _WrongTypeError("must be a number")
+    if declared is str:
+        if isinstance(value, str):
+            return value
+        raise _WrongTypeError("must be text")
+    if isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value):
+        return tuple(faults.parse(text, index) for index, text in enumerate(value))
+    raise _WrongTypeError(f"must be a list of faults, each {faults.FORM}")
+
+
+def _check_together(settings: RunSettings, sources: Mapping[str, Source]) -> None:
+    """What one setting says about another."""
+    if settings.nproc_per_node > settings.max_nproc:
+        raise UserError(
+            f"nproc_per_node = {settings.nproc_per_node} (from {sources['nproc_per_node']}) is "
+            f"above the limit of {settings.max_nproc}; if you mean it, raise the limit with "
+            f"max_nproc in {DEFAULT_FILE} or {environment_name('max_nproc')}="
+            f"{settings.nproc_per_node}"
+        )
+    faults.check_world(settings.chaos, settings.nproc_per_node)

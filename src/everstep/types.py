@@ -1,0 +1,137 @@
+"""The words of everstep: enumerations and small values that every layer may use.
+
+Imports nothing of everstep. Words are torchrun's and torchft's where they have one; see docs/reference/words.md.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Rung(enum.StrEnum):
+    """A recovery level: who runs afterwards. From the cheapest to the dearest."""
+
+    RETRY = "retry"
+    RESPAWN = "respawn"
+    REPLACE = "replace"
+    SHRINK = "shrink"
+    MEMORY = "memory"
+    DURABLE = "durable"
+    STOP = "stop"
+
+
+class StateFrom(enum.StrEnum):
+    """Where the state of the recovered ranks came from."""
+
+    PROCESS = "process"
+    PEER = "peer"
+    MEMORY = "memory"
+    DURABLE = "durable"
+    SCRIPT = "script"  # nothing was committed yet: the script's own set-up made it again
+    NONE = "none"  # rung stop: no state was restored
+
+
+class Stage(enum.StrEnum):
+    """The parts of an incident's wall time; they are contiguous and sum to it."""
+
+    DETECT = "detect"
+    STOP = "stop"
+    START = "start"
+    REGROUP = "regroup"
+    STATE = "state"
+    DATA = "data"
+    FIRST_STEP = "first_step"
+    LOST_STEPS = "lost_steps"
+
+
+class CauseKind(enum.StrEnum):
+    """How a failure showed itself."""
+
+    SIGNAL = "signal"  # the process was ended by a signal
+    EXIT = "exit"  # the process exited with a code other than 0
+    EARLY_EXIT = "early_exit"  # the process exited with 0 before the end
+    EXCEPTION = "exception"  # the script raised; the process lives
+    PEER = "peer"  # a collective failed and nobody is known to be dead
+    TIMEOUT = "timeout"  # a deadline of the coordinator passed
+    RECEIPT = "receipt"  # restored state does not match its source's digest
+    WORKER = "worker"  # everstep's own worker code asked to be replaced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """What went wrong, for people and for the repeat rules.
+
+    `text` is one line. `detail` is a traceback or the last lines of output. `signature` names the error for the
+    "same error twice" rule (type and message of an exception, name of a signal). `at_s` is when the fault happened
+    on the host's monotonic clock, if the one who saw it knows; else None. `fault` is the chaos spec that caused it.
+    """
+
+    kind: CauseKind
+    text: str
+    detail: str = ""
+    signature: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    at_s: float | None = None
+    fault: str | None = None
+
+    def job_exit_code(self) -> int:
+        """The exit code of a job that ends by this cause: 128+signal, the script's code, else 1."""
+        if self.signal is not None:
+            return 128 + self.signal
+        if self.exit_code:
+            return self.exit_code
+        return 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a parked worker holds, as it reports it.
+
+    `committed`: steps committed (0 before the first). `torn`: its state is not the state of any step and must be
+    restored. `can_advance`: it stands in the fence with all its gradients reduced, so that it can make
+    `committed + 1` by itself. `shard`: the key of the part of the state it holds; ranks with equal keys are replicas.
+    """
+
+    committed: int
+    torn: bool = False
+    can_advance: bool = False
+    shard: str = "all"
+
+
+class Decision(enum.StrEnum):
+    """What a rank does in a regroup to reach the plan's step."""
+
+    KEEP = "keep"  # it is there
+    ADVANCE = "advance"  # it applies its own gradients and is there
+    FETCH = "fetch"  # it takes the state from `sources`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """One rank's part in a plan. `sources`: for FETCH the ranks that hold the state, striped over all of them.
+    `sinks`: the ranks to which this rank sends its stripe."""
+
+    decision: Decision
+    sources: tuple[int, ...] = ()
+    sinks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How all ranks come to stand at one step. `step`: steps committed after the restore. `ranks[r]`: rank r's part.
+    `reason`: the decision in words."""
+
+    step: int
+    ranks: tuple[RankPlan, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of the journal, without the time that the writer stamps on it."""
+
+    event: str
+    fields: dict[str, Any] = field(default_factory=dict)

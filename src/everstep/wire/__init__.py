@@ -1,0 +1,1 @@
+"""What travels between processes: message types and the channels that carry them. No torch."""

@@ -1,0 +1,322 @@
+"""The messages of the control channel, as msgspec structs (MessagePack, tagged, strict).
+
+Three dialogues: agent and zygote (`ToZygote`, `FromZygote`), agent to worker (`ToWorker`), worker to agent
+(`FromWorker`). A worker's identity (rank, incarnation) is not in its messages: the channel it speaks on is its own,
+inherited at the fork, and the agent knows whose it is. Every message that depends on the membership carries the
+generation. Times are seconds on the host's monotonic clock (`time.monotonic()`, one clock for all processes of a
+host).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from everstep.types import Cause, Holding, RankPlan
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+# ---------------------------------------------------------------- agent <-> zygote
+
+
+class ScriptSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers run. `target`: a path of a script, or a module's name when `module`. `args`: its arguments."""
+
+    target: str
+    module: bool
+    args: tuple[str, ...]
+
+
+class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault on purpose: in step `step` (1 is the first) of `rank`, at `at`, do `kind`. `index` names it in the
+    job; `text` is the specification as the user wrote it; `code` is the exit code for kind `exit`."""
+
+    index: int
+    text: str
+    kind: Literal["kill", "term", "segv", "abort", "raise", "exit"]
+    rank: int
+    step: int
+    at: Literal["forward", "backward", "fence", "optimizer", "between"]
+    code: int = 0
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a worker knows at its birth. `joiner`: its peers hold committed state. `rng_key`: the key of the rank's
+    random streams, if an earlier incarnation has made one. `once`: recorded results of `run.once` on this rank.
+    `progress_path`: the file in shared memory in which it shows where it stands. `record`: report a digest of what
+    each step returned and consumed (for `everstep prove`). `collective_timeout_s`, `build_timeout_s`: of the inner
+    groups. `faults`: those still to fire on this rank."""
+
+    run_id: str
+    rank: int
+    local_rank: int
+    world_size: int
+    incarnation: int
+    generation: int
+    joiner: bool
+    script: ScriptSpec
+    progress_path: str
+    rng_key: bytes | None
+    once: dict[str, bytes]
+    faults: tuple[ChaosSpec, ...]
+    record: bool
+    collective_timeout_s: float
+    build_timeout_s: float
+    quiesce_timeout_s: float
+
+
+class Load(Message):
+    """First message to the zygote: import what the script imports (`with_imports`), then say `Ready`."""
+
+    script: ScriptSpec
+    with_imports: bool
+
+
+class Fork(Message):
+    """Fork a worker. Three descriptors come along: control channel, stdout, stderr."""
+
+    spec: WorkerSpec
+    environment: dict[str, str]
+
+
+class Ready(Message):
+    """The zygote has imported everything. `threads`: threads it has beside its main thread; if any, it will not fork.
+    `failed`: module name to error, for imports that failed (the worker will meet the error itself). `torch`:
+    the version found."""
+
+    threads: tuple[str, ...]
+    failed: dict[str, str]
+    torch: str
+
+
+class Forked(Message):
+    """The worker's process id."""
+
+    rank: int
+    incarnation: int
+    pid: int
+
+
+class Exited(Message):
+    """A child of the zygote has been reaped. `status` as from `os.waitpid`."""
+
+    pid: int
+    status: int
+
+
+class ZygoteFailed(Message):
+    """The zygote cannot serve: `text` says why (no torch, an unsupported one, ...)."""
+
+    text: str
+
+
+ToZygote = Load | Fork
+FromZygote = Ready | Forked | Exited | ZygoteFailed
+
+# ---------------------------------------------------------------- agent -> worker
+
+
+class Stop(Message):
+    """Abort all communicators of `generation` and older, run to the boundary, park."""
+
+    generation: int
+
+
+class Position(Message):
+    """To a joiner: its peers hold `step` committed steps."""
+
+    step: int
+
+
+class Regroup(Message):
+    """Build the communicators of `generation`, then follow `plan` to `step`. `holders`: for FETCH, nothing more than
+    the plan's sources. `capsule`: the rank's own capsule of `step`, if the agent has it (for FETCH)."""
+
+    generation: int
+    step: int
+    plan: RankPlan
+    capsule: bytes | None
+
+
+class Addresses(Message):
+    """All ranks' entries for the communicator `group` of `generation`: rank in the group to what it put."""
+
+    generation: int
+    group: str
+    entries: dict[int, bytes]
+
+
+class Go(Message):
+    """`protect` may return."""
+
+
+class Closed(Message):
+    """All ranks have left their loops."""
+
+
+class Bye(Message):
+    """The process may exit."""
+
+
+ToWorker = Stop | Position | Regroup | Addresses | Go | Closed | Bye
+
+# ---------------------------------------------------------------- worker -> agent
+
+
+class Hello(Message):
+    """The process runs. `t`: when its first line ran."""
+
+    pid: int
+    t: float
+
+
+class Protect(Message):
+    """`protect` was called. `digests`: name to digest of tensors that must be equal on all replicas of `shard`;
+    `manifest`: one digest over all names, shapes and dtypes. `rng_key`: the key of this rank's random streams."""
+
+    shard: str
+    manifest: str
+    digests: dict[str, str]
+    rng_key: bytes
+
+
+class Capsule(Message):
+    """What belongs to this rank alone after step `step`, should the step commit anywhere. Sent before this rank's
+    last contribution to the step, so no peer can commit the step before the capsule is with the agent."""
+
+    step: int
+    payload: bytes
+
+
+class Commit(Message):
+    """Step `step` is committed here. `log`: scalars logged since the last commit. `record`: for `prove`."""
+
+    generation: int
+    step: int
+    t: float
+    log: dict[str, float]
+    record: bytes | None
+
+
+class Fault(Message):
+    """An attempt at `step` failed in `generation` and the process lives."""
+
+    generation: int
+    step: int
+    cause: Cause
+
+
+class Wait(Message):
+    """A joiner has set up and asks for its peers' position."""
+
+
+class Park(Message):
+    """Standing still after `Stop(generation)`. `rehearsed_passes`: for a joiner, how many rehearsals it took."""
+
+    generation: int
+    holding: Holding
+    t: float
+    rehearsed_passes: int = 0
+
+
+class Address(Message):
+    """This rank's entry for the communicator `group` of `generation`; all entries come back as `Addresses` when
+    `size` ranks have put theirs."""
+
+    generation: int
+    group: str
+    rank: int
+    size: int
+    payload: bytes
+
+
+class Built(Message):
+    """All communicators of `generation` are up."""
+
+    generation: int
+    t: float
+
+
+class Receipt(Message):
+    """The rank's part of the plan is done. `ok` False: `text` says what does not match. `nbytes`: bytes fetched;
+    `sources`: from whom; `digest`: of the whole state held now (empty where nothing was fetched or served)."""
+
+    generation: int
+    ok: bool
+    t: float
+    text: str = ""
+    nbytes: int = 0
+    sources: tuple[int, ...] = ()
+    digest: str = ""
+
+
+class Close(Message):
+    """The loop has ended after `step` committed steps; waiting for all others."""
+
+    generation: int
+    step: int
+
+
+class Finish(Message):
+    """The script has ended with code 0. `digests`: for `prove`, name to digest of the final state."""
+
+    digests: dict[str, str]
+
+
+class Fired(Message):
+    """A fault on purpose fires now. Sent before it does; the agent remembers it for the whole job."""
+
+    index: int
+    t: float
+
+
+class Once(Message):
+    """`run.once` ran `key` on this rank; `value` is its result (MessagePack)."""
+
+    key: str
+    value: bytes
+
+
+class Refuse(Message):
+    """Input that must not start was found; the job must end and show `text`."""
+
+    text: str
+    exit_code: int = 2
+
+
+class Note(Message):
+    """Something a person should know; goes to the journal and, once per `key`, to the terminal."""
+
+    key: str
+    text: str
+
+
+class Raised(Message):
+    """Last word before a process that raised exits: the traceback, so that the first cause can be shown."""
+
+    cause: Cause
+
+
+FromWorker = (
+    Hello
+    | Protect
+    | Capsule
+    | Commit
+    | Fault
+    | Wait
+    | Park
+    | Address
+    | Built
+    | Receipt
+    | Close
+    | Finish
+    | Fired
+    | Once
+    | Refuse
+    | Note
+    | Raised
+)

@@ -1,0 +1,158 @@
+"""What belongs to one rank alone after a step, and how it is known before the step is over.
+
+A replacement must return from the last committed step what its predecessor would have returned, with the buffers it
+would have had. So this *capsule* must be with the agent before any peer can commit the step, that is before this
+rank's last contribution to it; but the function has not returned by then. Theory of operation: when a step function
+returns, it is looked up which of its local variables the returned leaves came from; from then on their values are
+read from the running frame just before the last collective of the step, and compared with what is really returned. If
+they ever differ, or nothing fits, the capsule is not known in time, and the job's fence is set early instead.
+
+Does not know: when to capture (transaction.py), where the capsule goes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from everstep.errors import UserError
+from everstep.worker import codec
+
+MAX_RESULT_BYTES = 1 << 20
+_CANDIDATE_ELEMENTS = 4096
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """A capsule's payload. `step`: after which it holds. `result`: codec bytes of what the step returned; None while unknown. `candidates`: local
+    variables by name, while it is not known which of them is returned. `buffers`: rank-local buffers by name. `state`:
+    `run.state`. `log`: what was logged since the last commit. `fence`: the fence that the job has agreed on, if it
+    has."""
+
+    step: int
+    result: bytes | None
+    candidates: dict[str, bytes]
+    buffers: dict[str, bytes]
+    state: bytes
+    log: dict[str, float]
+    fence: str | None
+
+
+def flatten(value: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dicts."""
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in flatten(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in flatten(item)]
+    return [value]
+
+
+def _rebuild(shape: Any, leaves: list[Any]) -> Any:
+    """`shape` with its leaves taken from `leaves`, in order."""
+    if isinstance(shape, (list, tuple)):
+        return type(shape)(_rebuild(item, leaves) for item in shape)
+    if isinstance(shape, dict):
+        return {key: _rebuild(item, leaves) for key, item in shape.items()}
+    return leaves.pop(0)
+
+
+def _same(leaf: Any, local: Any) -> bool:
+    """Whether a returned leaf came from a local variable."""
+    if isinstance(leaf, torch.Tensor):
+        return (
+            isinstance(local, torch.Tensor)
+            and leaf.data_ptr() == local.data_ptr()
+            and leaf.shape == local.shape
+            and leaf.dtype == local.dtype
+        )
+    if isinstance(local, torch.Tensor):
+        return isinstance(leaf, float) and local.numel() == 1 and local.item() == leaf
+    return leaf is local or (type(leaf) is type(local) and isinstance(leaf, (bool, int, float, str)) and leaf == local)
+
+
+class _Source(NamedTuple):
+    """Where a returned leaf comes from: the local variable `name`, as its Python number if `as_number`; None: the
+    leaf is None."""
+
+    name: str | None
+    as_number: bool
+
+
+class ResultReader:
+    """Reads from the running frame of `function`, on thread `thread_id`, what it is going to return."""
+
+    def __init__(self, function: Callable[..., Any], thread_id: int) -> None:
+        self._code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
+        self._thread_id = thread_id
+        self._sources: list[_Source] | None = None
+        self._skeleton: Any = None
+        self.failed = self._code is None
+
+    def locals(self) -> dict[str, Any]:
+        """The function's local variables now; empty if it is not running."""
+        frame: FrameType | None = sys._current_frames().get(self._thread_id)
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return dict(frame.f_locals) if frame is not None else {}
+
+    def knows(self, names: dict[str, Any]) -> bool:
+        """Whether the coming result can be told from the local variables `names`."""
+        return (
+            not self.failed
+            and self._sources is not None
+            and all(s.name is None or s.name in names for s in self._sources)
+        )
+
+    def predict(self, names: dict[str, Any]) -> bytes | None:
+        """Codec bytes of the coming result; None while it cannot be told."""
+        if not self.knows(names) or self._sources is None:
+            return None
+        leaves = []
+        for source in self._sources:
+            value = None if source.name is None else names[source.name]
+            leaves.append(value.item() if source.as_number and isinstance(value, torch.Tensor) else value)
+        return encode_result(_rebuild(self._skeleton, leaves))
+
+    def from_candidates(self, candidates: dict[str, bytes]) -> bytes | None:
+        """The result told from a predecessor's `candidates`, by what this process has learned."""
+        return self.predict({name: codec.decode(data) for name, data in candidates.items()})
+
+    def candidates(self, names: dict[str, Any]) -> dict[str, bytes]:
+        """Every small local variable that might be returned; used until the first return has been seen."""
+        if self._sources is not None or self.failed:
+            return {}
+        found = {}
+        for name, value in names.items():
+            small = isinstance(value, torch.Tensor) and value.numel() <= _CANDIDATE_ELEMENTS
+            if small or isinstance(value, (bool, int, float, str)):
+                found[name] = codec.encode(value, name)
+        return found
+
+    def learn(self, result: Any, names: dict[str, Any]) -> None:
+        """The function returned `result`; just before, its local variables were `names`."""
+        sources: list[_Source] = []
+        leaves = flatten(result)
+        for leaf in leaves:
+            match = next((name for name, local in names.items() if _same(leaf, local)), None)
+            if match is None and leaf is not None:
+                self.failed = True
+                return
+            number = leaf is not None and not isinstance(leaf, torch.Tensor)
+            sources.append(_Source(match if leaf is not None else None, number))
+        self._sources = sources
+        self._skeleton = _rebuild(result, [None] * len(leaves))
+        self.failed = False
+
+
+def encode_result(result: Any) -> bytes | None:
+    """Codec bytes of a step's result; None if it is no plain data or larger than 1 MiB."""
+    try:
+        data = codec.encode(result, "what the step returned")
+    except UserError:
+        return None
+    return data if len(data) <= MAX_RESULT_BYTES else None

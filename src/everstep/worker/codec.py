@@ -1,0 +1,99 @@
+"""Plain data with tensors in it, to bytes and back; nothing decoded here can run code.
+
+Used for what is no big tensor: schedulers' states, results of steps, `run.state`, capsules. A value is encoded as a
+tagged tree of MessagePack: containers keep their type (list, tuple, dict with any plain key, OrderedDict, Counter,
+set), tensors are dtype, shape and bytes, floats are exact.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter, OrderedDict
+from typing import Any
+
+import msgspec
+import torch
+
+from everstep.errors import UserError
+
+_SCALARS = (type(None), bool, int, float, str, bytes)
+_CONTAINERS: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set}
+_MAPPINGS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_NAMES = {kind: name for name, kind in (_CONTAINERS | _MAPPINGS).items()}
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype whose `str` is `name`. Raises UserError for an unknown one."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise UserError(f"unknown dtype {name!r} in a state; do all ranks run the same torch?") from None
+
+
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as a flat uint8 tensor on its device; shares memory where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def buffer_of(raw: torch.Tensor) -> Any:
+    """A buffer over the memory of a flat uint8 CPU tensor, without NumPy. The caller keeps `raw` alive."""
+    return (ctypes.c_char * raw.numel()).from_address(raw.data_ptr()) if raw.numel() else b""
+
+
+def _to_bytes(tensor: torch.Tensor) -> bytes:
+    raw = tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg())
+    return bytes(buffer_of(raw))
+
+
+def _pack(value: Any, where: str) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return ["tensor", str(value.dtype), list(value.shape), _to_bytes(value)]
+    if isinstance(value, bool) or value is None or type(value) in _SCALARS:
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            return ["bigint", str(value)]
+        return ["value", value]
+    name = _NAMES.get(type(value))
+    if name in _CONTAINERS:
+        return [name, [_pack(item, f"{where}[{i}]") for i, item in enumerate(value)]]
+    if name in _MAPPINGS:
+        return [name, [[_pack(k, where), _pack(v, f"{where}[{k!r}]")] for k, v in value.items()]]
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a NumPy scalar
+        return _pack(value.item(), where)
+    raise UserError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which everstep does not keep: only plain "
+        "data (None, bool, int, float, str, bytes, list, tuple, set, dict) and tensors; convert it"
+    )
+
+
+def _unpack(tree: list[Any]) -> Any:
+    tag = tree[0]
+    if tag == "value":
+        return tree[1]
+    if tag == "bigint":
+        return int(tree[1])
+    if tag == "tensor":
+        dtype, shape, raw = dtype_named(tree[1]), tree[2], tree[3]
+        if not raw:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
+    if tag in _CONTAINERS:
+        return _CONTAINERS[tag](_unpack(item) for item in tree[1])
+    if tag in _MAPPINGS:
+        mapping = _MAPPINGS[tag]()
+        for key, value in tree[1]:
+            mapping[_unpack(key)] = _unpack(value)
+        return mapping
+    raise UserError(f"a state has an unknown tag {tag!r}; do all ranks run the same everstep?")
+
+
+def encode(value: Any, where: str) -> bytes:
+    """Bytes of plain data. `where` names the value in the UserError that unfit data raises. Tensors on a device are
+    copied to the host, which waits for them."""
+    return msgspec.msgpack.encode(_pack(value, where))
+
+
+def decode(data: bytes) -> Any:
+    """The value of `encode`'s bytes; its tensors are on the CPU."""
+    return _unpack(msgspec.msgpack.decode(data))

@@ -1,0 +1,283 @@
+"""All communicators of this process: their generation, their poison, their building and taking down.
+
+Theory of operation: the script holds outer groups, which never change (groups.py); each has an inner group that lives
+in one generation. The first failure on any group poisons all groups of the process, so garbage never reaches a clean
+peer; poison belongs to a generation, so neither a late callback nor a late stop can touch a newer one, and a rebuild
+never clears a newer stop. The main thread never waits inside an inner group: it waits on a guard (groups.Guard),
+which is opened by the inner operation's completion or by the stop, whichever comes first. What an aborted operation
+may still write to is waited for (`quiesce`) before anybody uses the memory again.
+
+Does not know: steps, state, the coordinator's decisions.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from everstep.errors import EverstepError
+from everstep.worker.control import Stopped
+from everstep.worker.inner import Inner
+
+if TYPE_CHECKING:
+    from everstep.worker.groups import Guard, OuterGroup
+
+
+class Answer(enum.Enum):
+    """What a poisoned collective does to its caller."""
+
+    ZEROS = "zeros"  # inside a step: outputs are zeros, the step unwinds by its own path
+    NANS = "nans"  # after the update: the result is lost for good, and must be seen to be
+    RAISE = "raise"  # outside of steps: it can't be done again, so the script must know
+
+
+class QuiesceTimeout(EverstepError):
+    """An aborted operation did not end; its memory must not be used again, so this process must be replaced."""
+
+
+class Builder(threading.Thread):
+    """Builds one inner group; `done` is called on this thread when it is up or has failed."""
+
+    def __init__(
+        self, group: OuterGroup, generation: int, make: MakeInner, done: Callable[[Builder], None]
+    ) -> None:
+        super().__init__(name=f"everstep-build-{group.name}-{generation}", daemon=True)
+        self.group, self.generation = group, generation
+        self.inner: Inner | None = None
+        self.error: Exception | None = None
+        self.finished = False
+        self._make, self._done = make, done
+
+    def run(self) -> None:
+        try:
+            self.inner = self._make(self.group, self.generation)
+        except Exception as error:
+            self.error = error
+        self.finished = True
+        self._done(self)
+
+
+MakeInner = Callable[["OuterGroup", int], Inner]
+
+
+class Communicators:
+    """The registry. `make_inner(group, generation)` builds an inner group and may block; `on_fault(generation, error)`
+    is told once a generation that a collective failed here, on the thread where that was seen."""
+
+    def __init__(
+        self, make_inner: MakeInner, on_fault: Callable[[int, BaseException], None], *, generation: int, solo: bool
+    ) -> None:
+        self._make_inner = make_inner
+        self._on_fault = on_fault
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._running: dict[int, Guard] = {}
+        self._reapers: list[threading.Thread] = []
+        self._unbuilt: list[tuple[int, Inner]] = []
+        self.open: dict[int, Guard] = {}
+        self.groups: list[OuterGroup] = []
+        self.generation = generation
+        self.stopped = -1
+        self.solo = solo
+        self.poisoned = False
+        self.touched = False  # whether a collective since the step's start was poisoned
+        self.answer = Answer.RAISE
+        self.error: BaseException | None = None
+        self.count = 0
+        self.before_launch: Callable[[int], None] | None = None
+        self.trace: list[tuple[str, int]] = []
+
+    # ------------------------------------------------------------ the hot path, called by groups.OuterGroup
+
+    def note(self, operation: str, elements: int) -> None:
+        """Count a collective that is about to be launched, and tell `before_launch` its index in the step."""
+        trace = self.trace
+        if self.before_launch is not None:
+            self.before_launch(len(trace))
+        trace.append((operation, elements))
+        self.count += 1
+
+    def launched(self, guard: Guard) -> None:
+        """A guard's inner operation is under way."""
+        key = id(guard)
+        self.open[key] = guard
+        if not guard.detached:
+            self._running[key] = guard
+        if self.poisoned:  # the stop came between the check and here, and did not see this guard
+            guard.release(poisoned=True)
+
+    def ended(self, guard: Guard, error: BaseException | None) -> None:
+        """The inner operation of `guard` ended; on the inner group's thread."""
+        if error is not None:
+            self.fail(guard.generation, error)
+        guard.release(poisoned=error is not None)
+        self._running.pop(id(guard), None)
+        if self.poisoned:
+            with self._changed:
+                self._changed.notify_all()
+
+    # ------------------------------------------------------------ failure
+
+    def fail(self, generation: int, error: BaseException) -> None:
+        """A collective of `generation` failed here: poison everything and report it, once. Any thread."""
+        with self._lock:
+            if generation != self.generation or self.poisoned:
+                return
+            self._poison(error)
+        self._abort_all()
+        self._on_fault(generation, error)
+
+    def hold(self, error: BaseException) -> None:
+        """This rank's own attempt failed, and the agent has been told: garbage must not leave the process."""
+        with self._lock:
+            if self.poisoned:
+                return
+            self._poison(error)
+        self._abort_all()
+
+    def fail_build(self, error: BaseException) -> None:
+        """The groups of the present generation could not be built: give up what there is of them, and report it."""
+        self._abort_all()
+        self._on_fault(self.generation, error)
+
+    def stop(self, generation: int) -> None:
+        """Stop `generation` and all older ones: free the main thread, shut the sockets. Any thread."""
+        with self._lock:
+            self.stopped = max(self.stopped, generation)
+            if generation < self.generation:
+                return
+            if not self.poisoned:
+                self._poison(Stopped(generation))
+            self._changed.notify_all()
+        self._abort_all()
+
+    def _poison(self, error: BaseException) -> None:
+        self.poisoned = True
+        self.error = error
+        for guard in list(self.open.values()):
+            guard.release(poisoned=True)
+
+    def being_built(self, generation: int, inner: Inner) -> None:
+        """An inner group under construction can be aborted from now on. On the builder's thread."""
+        with self._lock:
+            self._unbuilt.append((generation, inner))
+            stopped = self.stopped >= generation
+        if stopped:
+            raise Stopped(self.stopped)
+
+    def _abort_all(self) -> None:
+        with self._lock:
+            inners = [inner for _, inner in self._unbuilt]
+            inners += [group.inner for group in self.groups if group.inner is not None]
+        for inner in inners:
+            inner.abort()
+
+    # ------------------------------------------------------------ waiting
+
+    def drain(self) -> None:
+        """Wait until every collective launched so far has ended or has been poisoned."""
+        while self.open:
+            try:
+                guard = next(iter(self.open.values()))
+            except (StopIteration, RuntimeError):  # another thread just took it
+                continue
+            guard.await_release()
+
+    def quiesce(self, timeout_s: float) -> None:
+        """After a stop: wait until no aborted operation can write to the script's tensors any more, then hand the old
+        inner groups to the reaper. Raises QuiesceTimeout."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._running:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise QuiesceTimeout(
+                        f"{len(self._running)} aborted collective(s) did not end within {timeout_s:g} s"
+                    )
+                self._changed.wait(left)
+        for group in self.groups:
+            inner, group.inner = group.inner, None
+            if inner is not None:
+                self._reap(inner)
+
+    def _reap(self, inner: Inner) -> None:
+        destroy = getattr(inner, "destroy", None)
+        if destroy is None:
+            return
+        self._reapers = [thread for thread in self._reapers if thread.is_alive()]
+        reaper = threading.Thread(target=destroy, name="everstep-reaper", daemon=True)
+        self._reapers.append(reaper)
+        reaper.start()
+
+    # ------------------------------------------------------------ building
+
+    def add(self, group: OuterGroup) -> None:
+        """Register an outer group that the script just made, and build its inner group unless solo. Blocks."""
+        self.groups.append(group)
+        if not self.solo:
+            self._build([group], self.generation, self.generation)
+
+    def forget(self, group: OuterGroup) -> None:
+        """The script destroyed the group."""
+        if group in self.groups:
+            self.groups.remove(group)
+        inner, group.inner = group.inner, None
+        if inner is not None:
+            inner.abort()
+            self._reap(inner)
+
+    def rebuild(self, generation: int) -> None:
+        """Build the inner groups of all outer groups under `generation`. Blocks. Raises Stopped if it is stopped."""
+        with self._lock:
+            if self.stopped >= generation:
+                raise Stopped(self.stopped)
+            self.generation = generation
+        self._build(self.groups, generation, generation)
+        with self._lock:
+            if self.stopped >= generation:
+                raise Stopped(self.stopped)
+            self.solo = False
+            self.poisoned = False
+            self.error = None
+
+    def _build(self, groups: Iterable[OuterGroup], generation: int, stop_at: int) -> None:
+        builders = [Builder(group, generation, self._make_inner, self._built) for group in groups]
+        with self._changed:
+            self._unbuilt = [(g, inner) for g, inner in self._unbuilt if g >= generation]
+            for builder in builders:
+                builder.start()
+            while not all(b.finished for b in builders) and self.stopped < stop_at:
+                self._changed.wait()  # bounded: builders end by the inner group's build timeout
+            stopped = self.stopped >= stop_at
+            failed = next((b for b in builders if b.error is not None), None)
+            if not stopped and failed is None:
+                for builder in builders:
+                    builder.group.inner = builder.inner
+                self._unbuilt.clear()
+        if stopped or failed is not None:
+            for builder in builders:
+                if builder.finished and builder.inner is not None:
+                    self._reap(builder.inner)
+            if stopped:
+                raise Stopped(self.stopped)
+            assert failed is not None and failed.error is not None
+            raise failed.error
+
+    def _built(self, builder: Builder) -> None:
+        with self._changed:
+            late = self.stopped >= builder.generation
+            self._changed.notify_all()
+        if late and builder.inner is not None and builder.group.inner is not builder.inner:
+            self._reap(builder.inner)
+
+
+def tensors_of(value: Any) -> Iterable[Any]:
+    """The tensors in a nested list of outputs."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif value is not None:
+        yield value

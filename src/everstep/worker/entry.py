@@ -1,0 +1,104 @@
+"""What a step found when it began, so that a failed attempt leaves no trace.
+
+At a step's entry this keeps what an attempt may touch before its update: gradients, rank-local buffers, param_groups,
+schedulers and other objects. Gradients are copied only where the script carries them from step to step; a script that
+clears them at the start of its step (`zero_grad` first) is recognised by what it did with the old ones, and then they
+are put back as none. Parameters and optimizer state are not kept: nothing before the fence changes them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from everstep.worker.state import Leaves, State, digest_of, local
+
+
+class _Gradient(NamedTuple):
+    """A parameter's gradient at the entry: the tensor, a copy of it, and its version then."""
+
+    parameter: torch.Tensor
+    kept: torch.Tensor | None
+    copied: torch.Tensor | None
+    version: int
+
+
+class Undo:
+    """A copy of all that an update changes, taken before the first of several updates in one step."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._replicas = state.replicas()
+        self._copies = [tensor.clone() for _, tensor in self._replicas]
+        self._leaves = state.leaves()
+
+    def put_back(self) -> None:
+        """Undo the updates: parameters, optimizer state (what they created is removed), param_groups, objects."""
+        targets = self._state.adopt([spec for spec, _ in self._replicas])
+        with torch.no_grad():
+            for target, copy in zip(targets, self._copies, strict=True):
+                target.copy_(copy)
+        self._state.load_leaves(self._leaves)
+
+
+class Entry:
+    """The entry of one step; `put_back` may be called once for each failed attempt."""
+
+    def __init__(self, state: State, *, copy_gradients: bool, learn_buffers: bool = False) -> None:
+        self._state = state
+        self._leaves: Leaves = state.leaves()
+        self._buffers = {name: b.detach().clone() for name, b in state.buffers() if name in state.changing}
+        self._buffer_digests = {name: digest_of([b]) for name, b in state.buffers()} if learn_buffers else {}
+        self._gradients: list[_Gradient] = []
+        for _, parameter in state.parameters():
+            grad = parameter.grad
+            copied = grad.detach().clone() if grad is not None and copy_gradients else None
+            kept = grad if copied is not None else None
+            self._gradients.append(_Gradient(parameter, kept, copied, grad._version if grad is not None else 0))
+        self.had_gradients = any(item.kept is not None for item in self._gradients)
+
+    def changed_buffers(self) -> tuple[str, ...]:
+        """Buffers that are not what they were at the entry. Only where `learn_buffers` was asked for."""
+        return tuple(
+            name
+            for name, buffer in self._state.buffers()
+            if name in self._state.changing
+            or (name in self._buffer_digests and self._buffer_digests[name] != digest_of([buffer]))
+        )
+
+    def carried(self) -> bool:
+        """Whether the step added to gradients that were there at its entry, or zeroed them in place."""
+        return any(
+            item.kept is not None and (item.parameter.grad is item.kept or item.kept._version != item.version)
+            for item in self._gradients
+        )
+
+    def put_back(self) -> None:
+        """Make gradients, rank-local buffers, param_groups and objects what they were."""
+        with torch.no_grad():
+            for item in self._gradients:
+                if item.kept is not None and item.copied is not None:
+                    local(item.kept).copy_(local(item.copied))
+                item.parameter.grad = item.kept
+            buffers = dict(self._state.buffers())
+            for name, saved in self._buffers.items():
+                buffers[name].copy_(saved)
+        self._state.load_leaves(self._leaves)
+
+
+class GradientPolicy:
+    """Learns whether gradients at a step's entry matter. While unknown, they are copied."""
+
+    def __init__(self) -> None:
+        self._copies = True
+
+    @property
+    def copies(self) -> bool:
+        """Whether the next entry must copy gradients that are there."""
+        return self._copies
+
+    def learn(self, entry: Entry) -> None:
+        """A step that began with `entry` has ended. A step without gradients at its entry teaches nothing."""
+        if entry.had_gradients and self._copies:
+            self._copies = entry.carried()

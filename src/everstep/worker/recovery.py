@@ -1,0 +1,173 @@
+"""Standing still and coming back: park, regroup, fetch or serve, receipt.
+
+Theory of operation: once a generation is stopped, the worker waits until its aborted collectives can write nowhere,
+puts its state in order, and reports what it holds (`Park`). The coordinator answers with a new generation and a plan
+(`Regroup`): communicators are rebuilt, state travels, the receipt is checked. A stop at any moment of this begins it
+again. The plan's step is reached when `run` returns.
+
+Does not know: the step function, why the stop came.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from everstep.types import Decision, Holding, RankPlan
+from everstep.wire import messages
+from everstep.worker import transfer
+from everstep.worker.capsule import Contents
+from everstep.worker.control import Stopped
+from everstep.worker.progress import Phase
+from everstep.worker.runtime import Worker
+
+# How long a parked worker waits for the coordinator. The coordinator has tighter deadlines of its own and the end of
+# its process is noticed at once; this one only makes sure that no wait is without end.
+PATIENCE_S = 86_400.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a recovery led. `step`: committed steps now. `capsule`: this rank's own of that step, for FETCH."""
+
+    decision: Decision
+    step: int
+    capsule: Contents | None
+
+
+class Recovery:
+    """Recovers one worker, on its main thread. `gradients`: whether gradients are part of the state."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._owed: messages.Regroup | None = None
+        self.gradients = False
+
+    def run(
+        self,
+        *,
+        torn: bool,
+        can_advance: bool = False,
+        settle: Callable[[], None] | None = None,
+        passes: int = 0,
+    ) -> Outcome:
+        """Park and come back. `settle` puts the state in order, once aborted collectives have ended; for a rank that
+        can advance, whose gradients are still needed, only when it is told not to. Blocks."""
+        worker = self._worker
+        settle = settle or _nothing
+        while True:
+            generation = worker.control.wait_stop(worker.communicators.generation, PATIENCE_S)
+            worker.phase(Phase.PARKED)
+            worker.communicators.quiesce(worker.spec.quiesce_timeout_s)
+            if not can_advance:
+                self._settle(settle)
+                settle = _nothing
+            holding = Holding(committed=worker.committed, torn=torn, can_advance=can_advance)
+            worker.control.send(
+                messages.Park(
+                    generation=generation, holding=holding, t=time.monotonic(), rehearsed_passes=passes
+                )
+            )
+            try:
+                regroup = worker.control.take(
+                    messages.Regroup,
+                    PATIENCE_S,
+                    generation=generation + 1,
+                    match=lambda message: message.generation > generation,
+                )
+                worker.phase(Phase.RECOVER)
+                worker.communicators.rebuild(regroup.generation)
+                worker.control.send(messages.Built(generation=regroup.generation, t=time.monotonic()))
+            except Stopped:
+                continue
+            except Exception as error:  # the group could not be built: a peer died meanwhile
+                worker.communicators.fail_build(error)
+                continue
+            if can_advance and regroup.plan.decision is not Decision.ADVANCE:
+                self._settle(settle)
+                settle, can_advance = _nothing, False
+            if regroup.plan.decision is Decision.ADVANCE:
+                self._owed = regroup
+            elif not self._exchange(regroup):
+                torn = torn or regroup.plan.decision is Decision.FETCH
+                continue
+            return self._outcome(regroup)
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        communicators = self._worker.communicators
+        was_solo, communicators.solo = communicators.solo, True  # a wrapper's reset answers itself
+        try:
+            settle()
+            self._worker.wrappers.reset()
+        finally:
+            communicators.solo = was_solo
+
+    def _outcome(self, regroup: messages.Regroup) -> Outcome:
+        capsule = None
+        if regroup.plan.decision is Decision.FETCH and regroup.capsule is not None:
+            capsule = msgspec.msgpack.decode(regroup.capsule, type=Contents)
+        return Outcome(decision=regroup.plan.decision, step=regroup.step, capsule=capsule)
+
+    def advanced(self) -> bool:
+        """After an advancing rank has committed: do its part of the plan. False if it was stopped meanwhile."""
+        regroup, self._owed = self._owed, None
+        if regroup is None:
+            return True
+        if self._worker.communicators.poisoned:
+            return False
+        self._settle(_nothing)
+        return self._exchange(regroup)
+
+    def _exchange(self, regroup: messages.Regroup) -> bool:
+        """Serve, fetch, report. False when it did not come to its end; a stop has come or will."""
+        job = _Exchange(self._worker, regroup, self.gradients)
+        job.start()
+        job.join()
+        if job.error is not None and not isinstance(job.error, transfer.ReceiptError):
+            self._worker.communicators.fail(regroup.generation, job.error)
+            return False
+        if job.error is None and regroup.plan.decision is Decision.FETCH:
+            self._worker.committed = regroup.step
+        self._worker.control.send(
+            messages.Receipt(
+                generation=regroup.generation,
+                ok=job.error is None,
+                text=str(job.error or ""),
+                t=time.monotonic(),
+                nbytes=job.nbytes,
+                sources=regroup.plan.sources,
+                digest=job.digest,
+            )
+        )
+        return job.error is None
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Exchange(threading.Thread):
+    """One rank's part of a plan. Ends by itself, or when the stop shuts the sockets it waits on."""
+
+    def __init__(self, worker: Worker, regroup: messages.Regroup, gradients: bool) -> None:
+        super().__init__(name="everstep-exchange", daemon=True)
+        self._worker, self._regroup, self._gradients = worker, regroup, gradients
+        self.digest, self.nbytes = "", 0
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._run(self._regroup.plan)
+        except Exception as error:
+            self.error = error
+
+    def _run(self, plan: RankPlan) -> None:
+        worker = self._worker
+        assert worker.state is not None
+        inner = worker.world.inner
+        if plan.sinks:
+            self.digest = transfer.serve(inner.group, worker.state, plan.sinks, gradients=self._gradients)
+        if plan.decision is Decision.FETCH:
+            self.digest, self.nbytes = transfer.fetch(inner.group, worker.state, plan.sources)

@@ -1,0 +1,259 @@
+"""What the script sees of a protected run.
+
+`Run` is made by `everstep.init()`. It is thin: a step is transaction.py's, a recovery recovery.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from everstep.data.loader import BatchSource, make_source
+from everstep.errors import UserError
+from everstep.wire import messages
+from everstep.worker import codec, rng
+from everstep.worker.control import Stopped
+from everstep.worker.groups import BACKEND
+from everstep.worker.progress import Phase
+from everstep.worker.recovery import PATIENCE_S
+from everstep.worker.runtime import Drawn, Worker
+from everstep.worker.state import State
+from everstep.worker.transaction import Step
+
+T = TypeVar("T")
+_SHARD = "all"  # every rank holds the whole state; sharded layouts get keys of their own
+
+
+class Run:
+    """A protected run, seen from one rank. All methods are for the main thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._step: Step | None = None
+        self._once_calls: dict[str, int] = {}
+        store = dist.HashStore()  # c10d wants one; addresses travel through the control plane instead
+        dist.init_process_group(
+            BACKEND, store=store, rank=worker.spec.rank, world_size=worker.spec.world_size
+        )
+
+    # ------------------------------------------------------------ where this is
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the world."""
+        return self._worker.spec.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank on its node."""
+        return self._worker.spec.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._worker.spec.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device to put the model on."""
+        return torch.device("cpu")
+
+    @property
+    def committed(self) -> int:
+        """Steps committed so far; 0 before the first. During step k it is k-1."""
+        return self._worker.committed
+
+    @property
+    def protected(self) -> bool:
+        """Whether failures are recovered from."""
+        return True
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Plain values that steer the script (a best loss, a patience counter). What is in it when a step commits
+        is what a replacement of this rank finds in it."""
+        return self._worker.values
+
+    # ------------------------------------------------------------ set-up
+
+    def data(
+        self,
+        source: Any,
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> BatchSource:
+        """Where batches come from: a map-style dataset, read in an order keyed by (seed, epoch), `batch_size` samples
+        a rank; or a function `batch_at(step, rank, world_size)`.
+
+        Raises UserError for anything else. `run.batches` uses the source last made.
+        """
+        worker = self._worker
+        worker.source = make_source(
+            source,
+            batch_size=batch_size,
+            seed=seed,
+            rank=worker.spec.rank,
+            world_size=worker.spec.world_size,
+            collate=collate,
+        )
+        return worker.source
+
+    def protect(self, **things: Any) -> None:
+        """Name the state that must survive: modules, optimizers, lists of them, any object with
+        `state_dict`/`load_state_dict`, and the source of `run.data`.
+
+        Blocks until all ranks have called it and hold the same. Raises UserError for what can't be protected, when
+        called twice or after the first step; the job ends if ranks that should be replicas differ.
+        """
+        worker = self._worker
+        if worker.committed or (self._step is not None and self._step.began):
+            raise UserError("protect() was called after the first step; call it before")
+        if worker.state is not None:
+            raise UserError("protect() was called twice; name everything in one call")
+        sources = [name for name, thing in things.items() if isinstance(thing, BatchSource)]
+        for name in sources:
+            worker.source = things.pop(name)
+        state = State(things)
+        worker.wrappers.check()
+        worker.rng_key = worker.spec.rng_key or rng.make_key()
+        digests = {} if worker.joining else state.digests()
+        if worker.source is not None:
+            digests["data"] = worker.source.identity
+        worker.control.send(
+            messages.Protect(
+                shard=_SHARD,
+                manifest=state.manifest_digest(),
+                digests={} if worker.joining else digests,
+                rng_key=worker.rng_key,
+            )
+        )
+        worker.control.take(messages.Go, PATIENCE_S)
+        worker.state = state
+        worker.faults.attach(next(iter(state.modules.values())))
+
+    def step(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Make `function` a step: it commits on all ranks, or is done again as if it had not begun.
+
+        The function takes the batch and may return plain data or tensors. It is called once for each batch of
+        `run.batches`. Decorator; once a run.
+        """
+        if self._step is not None:
+            raise UserError("run.step was used twice; put all updates of a step into one function")
+        self._step = Step(self._worker, function)
+        return self._step
+
+    # ------------------------------------------------------------ the loop
+
+    def batches(self, *, until: int) -> Iterator[Any]:
+        """The batches of the steps that are still to be done, up to step `until`. Ends on all ranks at once: nobody
+        goes on before all have committed the last step."""
+        if self._worker.source is None:
+            raise UserError("run.batches needs to know where batches come from; call run.data(...) first")
+        if until < 1:
+            raise UserError(f"run.batches(until={until}): the last step must be 1 or more")
+        return _Batches(self, until)
+
+    def _draw(self, until: int) -> Any:
+        worker = self._worker
+        if self._step is None or worker.state is None:
+            raise UserError("call run.protect(...) and decorate a function with @run.step before run.batches(...)")
+        if worker.drawn is not None and not worker.joining and worker.committed < worker.drawn.step:
+            raise UserError(f"the batch of step {worker.drawn.step} was given to no step function")
+        worker.faults.step = worker.committed
+        worker.faults.fire("between")
+        worker.faults.step = 0
+        if worker.joining:
+            worker.control.send(messages.Wait())
+            step = worker.control.take(messages.Position, PATIENCE_S).step
+        else:
+            if worker.communicators.poisoned:
+                self._step.recover_between()
+            step = worker.committed + 1
+            if step > until:
+                self._close()
+                raise StopIteration
+        batch = worker.draw(step)
+        worker.drawn = Drawn(step, batch)
+        return batch.value
+
+    def _close(self) -> None:
+        """The closing fence: wait until every rank has left its loop."""
+        worker = self._worker
+        if worker.closed or self._step is None or worker.state is None:
+            return
+        worker.phase(Phase.CLOSING)
+        while True:
+            generation = worker.communicators.generation
+            if not worker.communicators.poisoned:
+                worker.control.send(messages.Close(generation=generation, step=worker.committed))
+                try:
+                    worker.control.take(messages.Closed, PATIENCE_S, generation=generation)
+                    break
+                except Stopped:
+                    pass
+            self._step.recover_between()
+        worker.closed = True
+
+    def _finish(self) -> None:
+        """The script has ended: keep the state for those who may still need it, until everybody has ended."""
+        worker = self._worker
+        self._close()
+        digests = {}
+        if worker.spec.record and worker.state is not None:
+            from everstep.worker.state import digest_of
+
+            digests = worker.state.digests()
+            digests |= {name: digest_of([buffer]) for name, buffer in worker.state.buffers()}
+        worker.phase(Phase.FINISHED)
+        worker.control.send(messages.Finish(digests=digests))
+        while True:
+            generation = worker.communicators.generation
+            try:
+                worker.control.take(messages.Bye, PATIENCE_S, generation=generation)
+                return
+            except Stopped:
+                if self._step is None:
+                    raise
+                self._step.recover_between()
+
+    # ------------------------------------------------------------ what happens once, and what is told
+
+    def once(self, function: Callable[[], T]) -> T:
+        """Run `function` once in the whole run on this rank, not once in a process: a replacement gets the recorded
+        result. For opening a tracker, truncating a log. The result must be plain data (UserError else).
+
+        Calls are told apart by the function's name and their order.
+        """
+        worker = self._worker
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        count = self._once_calls[name] = self._once_calls.get(name, 0) + 1
+        key = f"{name}#{count}"
+        if key in worker.once:
+            recorded: T = codec.decode(worker.once[key])
+            return recorded
+        result = function()
+        worker.once[key] = codec.encode(result, f"the result of run.once({name})")
+        worker.control.send(messages.Once(key=key, value=worker.once[key]))
+        return result
+
+    def log(self, **scalars: float) -> None:
+        """Note scalars for the step under way, or the one just done; they are written when a step commits, once,
+        however often the step was tried. Reads tensors' values, which waits for a device."""
+        for name, value in scalars.items():
+            self._worker.log[name] = float(value)
+
+
+class _Batches(Iterator[Any]):
+    """The iterator of `run.batches`."""
+
+    def __init__(self, run: Run, until: int) -> None:
+        self._next = functools.partial(run._draw, until)
+
+    def __next__(self) -> Any:
+        return self._next()

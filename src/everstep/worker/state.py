@@ -1,0 +1,274 @@
+"""The state that `protect` names: what it consists of, its digests, its snapshots, and how it is made again.
+
+Theory of operation: protected things are of three kinds. A *module* has parameters (replicas) and buffers; an
+*optimizer* has per-parameter state and param_groups; anything else with `state_dict`/`load_state_dict` is an *object*
+of plain data. Tensors are named `model/weight`, `optimizer/0/3/exp_avg` (group 0, parameter 3) and are read and
+written in place, so the module, the optimizer and every wrapper around them stay the same objects. What is no tensor
+travels as one value, the *leaves*. The manifest (names, shapes, dtypes) of a donor decides what exists: optimizer
+state is created and removed by it, never by what a rehearsal left behind.
+
+Does not know: steps, peers, how bytes travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from everstep.errors import UserError
+from everstep.worker import codec
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a manifest. `near`: its device is that of the parameter it belongs to; else the CPU."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    near: bool
+
+
+class Leaves(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything of the state that is no tensor of its own: codec bytes by name."""
+
+    values: dict[str, bytes]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is stored here: itself, or a DTensor's local shard."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+class State:
+    """What one worker protects. All methods run on the main thread, between collectives."""
+
+    def __init__(self, things: dict[str, Any]) -> None:
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.objects: dict[str, Any] = {}
+        for name, thing in things.items():
+            self._place(name, thing)
+        if not self.optimizers:
+            raise UserError(
+                "protect() got no optimizer: its state would be lost with a rank; pass optimizer=<your optimizer>"
+            )
+        if not self.modules:
+            raise UserError("protect() got no module: pass model=<your model, or its wrapper>")
+        self.changing: tuple[str, ...] = ()
+        self._check_updated_parameters_are_protected()
+
+    def _place(self, name: str, thing: Any) -> None:
+        if "/" in name:
+            raise UserError(f"protect(): the name {name!r} must not contain '/'")
+        if isinstance(thing, torch.nn.Module):
+            self.modules[name] = thing
+        elif isinstance(thing, torch.optim.Optimizer):
+            self.optimizers[name] = thing
+        elif isinstance(thing, (list, tuple)):
+            for index, item in enumerate(thing):
+                self._place(f"{name}.{index}", item)
+        elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+            self.objects[name] = thing
+            codec.encode(thing.state_dict(), f"the state of {name}")  # refused now, not at the first failure
+        else:
+            raise UserError(
+                f"protect({name}=...): a {type(thing).__name__} has no state_dict() and load_state_dict(); "
+                "protect takes modules, optimizers, lists of them, and objects that have both"
+            )
+
+    def _check_updated_parameters_are_protected(self) -> None:
+        known = {id(p) for module in self.modules.values() for p in module.parameters()}
+        for name, optimizer in self.optimizers.items():
+            for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+                if id(parameter) not in known:
+                    raise UserError(
+                        f"protect(): parameter {index} of {name} belongs to no protected module, so it would be lost "
+                        "with a rank; protect that module too"
+                    )
+
+    # ------------------------------------------------------------ names
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters of the protected modules, each once."""
+        seen: set[int] = set()
+        for prefix, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{prefix}/{name}", parameter
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All buffers, each once, persistent or not."""
+        seen: set[int] = set()
+        for prefix, module in self.modules.items():
+            for name, buffer in module.named_buffers():
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield f"{prefix}/{name}", buffer
+
+    def _optimizer_entries(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        for prefix, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for p, parameter in enumerate(group["params"]):
+                    entry = optimizer.state.get(parameter)
+                    yield f"{prefix}/{g}/{p}", parameter, entry if entry is not None else {}
+
+    def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, tensor and parameter of every tensor in the optimizers' state."""
+        for prefix, parameter, entry in self._optimizer_entries():
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{prefix}/{key}", value, parameter
+
+    def replicas(self, gradients: bool = False) -> list[tuple[Spec, torch.Tensor]]:
+        """Every tensor that replicas hold alike, in a fixed order: parameters, constant buffers, optimizer state, and
+        gradients where the script carries them from step to step."""
+        found: list[tuple[Spec, torch.Tensor]] = []
+
+        def add(name: str, tensor: torch.Tensor, near: bool) -> None:
+            stored = local(tensor.detach())
+            spec = Spec(name=name, dtype=str(stored.dtype), shape=tuple(stored.shape), near=near)
+            found.append((spec, stored))
+
+        for name, parameter in self.parameters():
+            add(name, parameter, True)
+        for name, buffer in self.buffers():
+            if name not in self.changing:
+                add(name, buffer, True)
+        for name, tensor, parameter in self.optimizer_tensors():
+            add(name, tensor, tensor.device == parameter.device)
+        if gradients:
+            for name, parameter in self.parameters():
+                if parameter.grad is not None:
+                    add(f"{name}#grad", parameter.grad, True)
+        return found
+
+    # ------------------------------------------------------------ what is no tensor
+
+    def leaves(self) -> Leaves:
+        """param_groups, scalars in optimizer state and the state of objects."""
+        values: dict[str, bytes] = {}
+        for name, optimizer in self.optimizers.items():
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            values[f"{name}#groups"] = codec.encode(groups, f"param_groups of {name}")
+        scalars = {
+            prefix: {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)}
+            for prefix, _, entry in self._optimizer_entries()
+        }
+        values["#scalars"] = codec.encode({p: e for p, e in scalars.items() if e}, "the optimizers' state")
+        for name, thing in self.objects.items():
+            values[f"{name}#object"] = codec.encode(thing.state_dict(), f"the state of {name}")
+        return Leaves(values=values)
+
+    def load_leaves(self, leaves: Leaves) -> None:
+        """Put back what `leaves` returned."""
+        for name, optimizer in self.optimizers.items():
+            self._load_groups(optimizer, codec.decode(leaves.values[f"{name}#groups"]))
+        scalars = codec.decode(leaves.values["#scalars"])
+        for prefix, parameter, entry in self._optimizer_entries():
+            kept = scalars.get(prefix, {})
+            for key in [k for k, v in entry.items() if not isinstance(v, torch.Tensor) and k not in kept]:
+                del entry[key]
+            if kept:
+                self._entry_of(prefix, parameter).update(kept)
+        for name, thing in self.objects.items():
+            thing.load_state_dict(codec.decode(leaves.values[f"{name}#object"]))
+
+    @staticmethod
+    def _load_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+        for group, values in zip(optimizer.param_groups, saved, strict=True):
+            for key, value in values.items():
+                present = group.get(key)
+                if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+                    present.copy_(value)  # a capturable lr: others hold this very tensor
+                else:
+                    group[key] = value
+
+    def _entry_of(self, prefix: str, parameter: torch.Tensor) -> dict[str, Any]:
+        entry: dict[str, Any] = self.optimizers[prefix.split("/", 1)[0]].state[parameter]
+        return entry
+
+    # ------------------------------------------------------------ making the state fit a donor's manifest
+
+    def adopt(self, manifest: list[Spec]) -> list[torch.Tensor]:
+        """Create and remove optimizer state (and gradients) so that it has exactly the donor's tensors; returns the
+        tensors to be filled, in the manifest's order. Raises UserError where a module differs."""
+        wanted = {spec.name: spec for spec in manifest}
+        by_prefix: dict[str, list[Spec]] = {}
+        for spec in manifest:
+            by_prefix.setdefault(spec.name.rpartition("/")[0], []).append(spec)
+        fixed = dict(self.parameters()) | dict(self.buffers())
+        targets: dict[str, torch.Tensor] = {}
+        for prefix, parameter, entry in list(self._optimizer_entries()):
+            for key in [k for k, v in entry.items() if isinstance(v, torch.Tensor)]:
+                if f"{prefix}/{key}" not in wanted:
+                    del entry[key]
+            for spec in by_prefix.get(prefix, []):
+                if spec.name not in fixed:
+                    targets[spec.name] = self._optimizer_tensor(prefix, parameter, spec)
+        for name, parameter in self.parameters():
+            grad = wanted.get(f"{name}#grad")
+            if grad is None:
+                parameter.grad = None
+            else:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                targets[grad.name] = local(parameter.grad)
+        targets |= {name: local(t.detach()) for name, t in fixed.items() if name in wanted}
+        for name, spec in wanted.items():
+            target = targets.get(name)
+            if target is None or tuple(target.shape) != spec.shape or str(target.dtype) != spec.dtype:
+                has = "nothing of that name" if target is None else f"{target.dtype} {tuple(target.shape)}"
+                raise UserError(
+                    f"{name} is {spec.dtype} {spec.shape} on the running ranks, but this process has {has}; "
+                    "the script must build the same model each time it runs"
+                )
+        return [targets[spec.name] for spec in manifest]
+
+    def _optimizer_tensor(self, prefix: str, parameter: torch.Tensor, spec: Spec) -> torch.Tensor:
+        entry = self._entry_of(prefix, parameter)
+        key = spec.name.rpartition("/")[2]
+        present = entry.get(key)
+        if isinstance(present, torch.Tensor):
+            stored = local(present)
+            if tuple(stored.shape) == spec.shape and str(stored.dtype) == spec.dtype:
+                return stored
+        device = parameter.device if spec.near else torch.device("cpu")
+        if spec.shape == tuple(local(parameter.detach()).shape):
+            made = torch.zeros_like(parameter, dtype=codec.dtype_named(spec.dtype), device=device)
+        else:
+            made = torch.zeros(spec.shape, dtype=codec.dtype_named(spec.dtype), device=device)
+        entry[key] = made
+        return local(made.detach())
+
+    # ------------------------------------------------------------ digests
+
+    def digests(self) -> dict[str, str]:
+        """Name to digest of every tensor and value that replicas must hold alike."""
+        found = {spec.name: digest_of([tensor]) for spec, tensor in self.replicas()}
+        for name, value in self.leaves().values.items():
+            found[name] = xxhash.xxh3_128_hexdigest(value)
+        return found
+
+    def manifest_digest(self) -> str:
+        """One digest over names, shapes and dtypes of modules, and the names of everything."""
+        names = [
+            (name, str(t.dtype), tuple(local(t.detach()).shape))
+            for name, t in [*self.parameters(), *self.buffers()]
+        ]
+        text = repr((names, sorted(self.optimizers), sorted(self.objects)))
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def digest_of(tensors: list[torch.Tensor], extra: bytes = b"") -> str:
+    """xxh3-128 over the bytes of all tensors, in order. Reads device memory through the host: waits for it."""
+    digest = xxhash.xxh3_128(extra)
+    for tensor in tensors:
+        raw = codec.tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg())
+        digest.update(codec.buffer_of(raw))
+    return digest.hexdigest()

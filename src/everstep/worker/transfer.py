@@ -1,0 +1,158 @@
+"""State from peers: a rank that lacks it fetches it from all that hold it, striped, and checks the receipt.
+
+Theory of operation: the state is one stream of bytes, all replica tensors in manifest order. Of k sources, the i-th
+sends the i-th k-th of it, in chunks, point to point over the world's inner group of the new generation. The receiver asks each source for its part; a source first sends a header with the digest of the whole state it
+holds, and the first adds the manifest and the leaves. When all bytes are there, the receiver digests what it now holds: it must equal every
+source's digest, or the receipt fails, and nothing is trained on it.
+
+Runs on its own thread (recovery.py); blocks until done or until the sockets are shut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from everstep.errors import EverstepError
+from everstep.worker.codec import buffer_of, tensor_bytes
+from everstep.worker.state import Leaves, Spec, State, digest_of
+
+_TAG = 0x5E
+CHUNK_BYTES = 8 << 20
+
+
+class ReceiptError(EverstepError):
+    """What was fetched is not what the sources hold."""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a source says before its stripe. `manifest` and `leaves` come from the first source only."""
+
+    digest: str
+    nbytes: int
+    manifest: list[Spec] | None
+    leaves: Leaves | None
+
+
+def stripe(nbytes: int, index: int, count: int) -> tuple[int, int]:
+    """Start and end of the `index`-th of `count` stripes of `nbytes` bytes."""
+    return nbytes * index // count, nbytes * (index + 1) // count
+
+
+def chunks(start: int, end: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
+    """The range cut into chunks."""
+    for first in range(start, end, chunk_bytes):
+        yield first, min(first + chunk_bytes, end)
+
+
+class Stream:
+    """The bytes of several tensors as one range, read and written by piece."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._starts: list[int] = []
+        self.nbytes = 0
+        for tensor in tensors:
+            self._starts.append(self.nbytes)
+            self.nbytes += tensor.numel() * tensor.element_size()
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """(tensor, first byte in it, last byte in it, offset in the range)."""
+        for tensor, first in zip(self._tensors, self._starts, strict=True):
+            last = first + tensor.numel() * tensor.element_size()
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                yield tensor, low - first, high - first, low - start
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """A flat uint8 CPU tensor of bytes `start` to `end`."""
+        out = torch.empty(end - start, dtype=torch.uint8)
+        for tensor, low, high, offset in self._pieces(start, end):
+            out[offset : offset + high - low].copy_(tensor_bytes(tensor)[low:high])
+        return out
+
+    def write(self, start: int, data: torch.Tensor) -> None:
+        """Put `data` at `start`."""
+        for tensor, low, high, offset in self._pieces(start, start + data.numel()):
+            piece = data[offset : offset + high - low]
+            if tensor.is_contiguous():
+                tensor_bytes(tensor)[low:high].copy_(piece)
+            else:
+                flat = tensor_bytes(tensor)
+                flat[low:high].copy_(piece)
+                tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _send_bytes(group: Any, data: bytes, to: int) -> None:
+    size = torch.tensor([len(data)], dtype=torch.int64)
+    group.send([size], to, _TAG).wait()
+    group.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], to, _TAG).wait()
+
+
+def _receive_bytes(group: Any, source: int) -> bytes:
+    size = torch.zeros(1, dtype=torch.int64)
+    group.recv([size], source, _TAG).wait()
+    data = torch.empty(int(size), dtype=torch.uint8)
+    group.recv([data], source, _TAG).wait()
+    return bytes(buffer_of(data))
+
+
+def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) -> str:
+    """Send every rank in `sinks` the stripe that it asks for. Returns the digest of the state held here."""
+    replicas = state.replicas(gradients)
+    tensors = [tensor for _, tensor in replicas]
+    leaves = state.leaves()
+    digest = digest_of(tensors, msgspec.msgpack.encode(leaves))
+    stream = Stream(tensors)
+    for sink in sorted(sinks):
+        request = torch.zeros(2, dtype=torch.int64)
+        group.recv([request], sink, _TAG).wait()
+        index, count = request.tolist()
+        header = Header(
+            digest=digest,
+            nbytes=stream.nbytes,
+            manifest=[spec for spec, _ in replicas] if index == 0 else None,
+            leaves=leaves if index == 0 else None,
+        )
+        _send_bytes(group, msgspec.msgpack.encode(header), sink)
+        for start, end in chunks(*stripe(stream.nbytes, index, count)):
+            group.send([stream.read(start, end)], sink, _TAG).wait()
+    return digest
+
+
+def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]:
+    """Take the state from `sources`. Returns the digest of what is held now and the bytes fetched. Raises
+    ReceiptError if it is not what each source holds."""
+    for index, source in enumerate(sources):
+        group.send([torch.tensor([index, len(sources)], dtype=torch.int64)], source, _TAG).wait()
+    headers = [msgspec.msgpack.decode(_receive_bytes(group, source), type=Header) for source in sources]
+    manifest, leaves = headers[0].manifest, headers[0].leaves
+    assert manifest is not None and leaves is not None  # the first source always sends them
+    targets = state.adopt(manifest)
+    stream = Stream(targets)
+    if any(header.nbytes != stream.nbytes for header in headers):
+        raise ReceiptError(f"the sources hold {[h.nbytes for h in headers]} bytes, this rank {stream.nbytes}")
+    lanes = [
+        chunks(*stripe(stream.nbytes, index, len(sources))) for index in range(len(sources))
+    ]
+    with torch.no_grad():
+        while posted := [(source, part) for source, lane in zip(sources, lanes, strict=True) if (part := next(lane, None))]:
+            arriving = []
+            for source, (start, end) in posted:
+                data = torch.empty(end - start, dtype=torch.uint8)
+                arriving.append((start, data, group.recv([data], source, _TAG)))
+            for start, data, work in arriving:
+                work.wait()
+                stream.write(start, data)
+    state.load_leaves(leaves)
+    digest = digest_of(targets, msgspec.msgpack.encode(state.leaves()))
+    for source, header in zip(sources, headers, strict=True):
+        if header.digest != digest:
+            raise ReceiptError(
+                f"the state fetched from ranks {list(sources)} has digest {digest[:12]}, but rank {source} holds "
+                f"{header.digest[:12]}: a copy is corrupt, or the ranks are no replicas"
+            )
+    return digest, stream.nbytes
