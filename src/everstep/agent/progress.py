@@ -24,7 +24,7 @@ _PREFIX = "everstep-"
 _CELLS = struct.Struct(f"<{SIZE_BYTES // 8}q")
 _WORDS = {
     Phase.SETUP: "in its set-up",
-    Phase.BETWEEN: "between steps, before step {step}",
+    Phase.BETWEEN: "between steps (step {step})",
     Phase.STEP: "in step {step} (forward)",
     Phase.BACKWARD: "in step {step} (backward)",
     Phase.FENCE: "in step {step} (fence)",

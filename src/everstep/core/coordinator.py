@@ -92,7 +92,7 @@ class Coordinator:
         """What a worker said that depends on its tenure only; the rest depends on the world."""
         job = self._job
         match event:
-            case ev.Started(pid=pid):
+            case ev.Started(pid=pid) if member.status is Status.STARTING:
                 member.status = Status.SETTING_UP
                 rank, incarnation = member.identity
                 job.out.record("started", rank=rank, incarnation=incarnation, pid=pid)

@@ -174,7 +174,7 @@ class Job:
         assert (self.plan is not None) == (phase is Phase.REGROUPING), phase
         expected = {Phase.RUNNING: Status.RUNNING, Phase.REGROUPING: Status.REGROUPING}.get(phase)
         for member in members:
-            assert not member.joining or phase is Phase.STOPPING, (phase, member)
+            assert not member.joining or member.doomed or phase is Phase.STOPPING, member
             assert expected is None or member.status is expected, (phase, member)
             waits = member.doomed or (phase is Phase.STOPPING and member.holding is None)
             assert (member.deadline_s is not None) == waits, (phase, member)

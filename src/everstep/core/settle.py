@@ -88,7 +88,7 @@ def _spawn_vacant(job: Job, *, joining: bool) -> None:
 def _settle_stop(job: Job) -> None:
     survivors = job.membership.survivors()
     if not survivors:
-        _end_lost(job, "no process that held it is left")
+        _fall_back(job, "no process that held it is left")
         return
     _spawn_vacant(job, joining=True)
     if any(member.status is not Status.PARKED for member in survivors):
@@ -98,15 +98,24 @@ def _settle_stop(job: Job) -> None:
     held = {member.rank: member.holding for member in survivors}
     outcome = plan([held.get(rank) or job.nothing(rank) for rank in range(job.world_size)])
     if isinstance(outcome, Lost):
-        _end_lost(job, outcome.reason)
+        _fall_back(job, outcome.reason)
     elif outcome.step == 0:
-        # Only processes that are gone had committed; their step is made again with the rest.
-        job.start_again("no living rank has committed a step")
-        _settle_setup(job)
+        _fall_back(job, "no living rank holds a committed step")
     else:
         _place_joiners(job, outcome.step)
         if job.membership.all_are(Status.PARKED):
             _regroup(job, outcome)
+
+
+def _fall_back(job: Job, reason: str) -> None:
+    """No living copy is left. What only some ranks had committed is made again from the script; a
+    step that all had committed is lost, and no fresh start may hide it."""
+    if job.recorded == 0:
+        job.start_again(f"{reason}, and no step was committed by all ranks")
+        _settle_setup(job)
+    else:
+        text = f"the state of step {max(job.committed)} is lost: {reason}. {_KEPT_BY}"
+        job.end_incident(text)
 
 
 def _place_joiners(job: Job, step: int) -> None:
@@ -210,7 +219,3 @@ def _say_bye(job: Job) -> None:
     to = tuple(member.identity for member in job.membership.members())
     job.out.put(do.SendBye(to=to))
     job.end(0, "")
-
-
-def _end_lost(job: Job, reason: str) -> None:
-    job.end_incident(f"the state of step {max(job.committed)} is lost: {reason}. {_KEPT_BY}")

@@ -176,14 +176,17 @@ class Simulation:
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
         """Do `act` in `delay_s`."""
-        heapq.heappush(self._heap, (self.now_s + delay_s, next(self._order), act))
+        self._at(self.now_s + delay_s, act)
+
+    def _at(self, moment_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (moment_s, next(self._order), act))
 
     def _send(self, worker: SimWorker, up: bool, act: Callable[[], None]) -> None:
         """Carry a message on one direction of a worker's channel, behind all earlier ones."""
         key = (worker, up)
         arrives_s = max(self.now_s + self.delay_s(), self._channel_s.get(key, 0.0))
         self._channel_s[key] = arrives_s
-        self.after(arrives_s - self.now_s, act)
+        self._at(arrives_s, act)
 
     def deliver(self, worker: SimWorker, event: ev.WorkerEvent) -> None:
         """A worker speaks to the coordinator. What it has said outlives it."""
@@ -213,20 +216,21 @@ class Simulation:
     ) -> None:
         """Contribute; when all ranks have, each hears of it after a while (`done`)."""
         gathered = self._world(worker).gathered.setdefault(collective, {})
-        gathered[worker] = done
+        gathered[worker] = worker.expect(done)
         if len(gathered) == self.schedule.world_size:
-            for peer, act in gathered.items():
-                peer.hear(act)
+            for heard in gathered.values():
+                heard()
 
     def serve(self, worker: SimWorker, sinks: Sequence[int], done: Callable[[], None]) -> None:
         """Offer the state to `sinks`; `done` when all have taken it."""
         world = self._world(worker)
         world.offers[worker.rank] = worker.state
+        heard = worker.expect(done)
 
         def look() -> None:
             if world.taken.issuperset(sinks):
                 world.served.pop(worker.rank, None)
-                worker.hear(done)
+                heard()
 
         world.served[worker.rank] = look
         look()
@@ -243,6 +247,7 @@ class Simulation:
         """Take the state of `step` from all `sources`, when they offer it."""
         world = self._world(worker)
         self.check(bool(sources), f"{worker} has nobody to fetch from")
+        heard = worker.expect(lambda: take(world.offers[sources[0]]))
 
         def take(state: int) -> None:
             world.taken.add(worker.rank)
@@ -255,7 +260,7 @@ class Simulation:
                 world.fetches.pop(worker.rank, None)
                 states = {world.offers[source] for source in sources}
                 self.check(len(states) == 1, f"{worker}'s sources differ")
-                worker.hear(lambda: take(states.pop()))
+                heard()
 
         world.fetches[worker.rank] = look
         look()
@@ -301,12 +306,12 @@ class Simulation:
                     self._post(each, lambda worker: worker.on_regroup(generation, plan))
             case do.SendGo(to=to):
                 for each in to:
-                    self._post(each, lambda worker: worker.on_go())
+                    self._post(each, lambda worker: worker.on_go(), awaited=False)
             case do.SendPosition(rank=rank, incarnation=incarnation):
                 self._post((rank, incarnation), lambda worker: worker.on_position())
             case do.SendClosed(to=to):
                 for each in to:
-                    self._post(each, lambda worker: worker.on_closed())
+                    self._post(each, lambda worker: worker.on_closed(), awaited=False)
             case do.End():
                 self._end = action
 
@@ -315,11 +320,15 @@ class Simulation:
         self.check(worker.incarnation == incarnation, f"rank {rank}.{incarnation} is not there")
         return worker
 
-    def _post(self, to: tuple[int, int], act: Callable[[SimWorker], None]) -> None:
+    def _post(
+        self, to: tuple[int, int], act: Callable[[SimWorker], None], *, awaited: bool = True
+    ) -> None:
+        """Send to a worker. `awaited`: the coordinator waits for its answer with a deadline, so it
+        may hang here."""
         worker = self._found(*to)
 
         def arrive() -> None:
-            if worker.alive and not worker.deaf():
+            if worker.alive and not worker.deaf(awaited):
                 act(worker)
 
         self._send(worker, False, arrive)
@@ -380,13 +389,14 @@ class Simulation:
             self.check(end.cause is not None, "no first cause")
             self.check(opened[:-1] == closed, "an earlier incident was left open")
             self.check(not self._recoverable(), f"the state was there: {end.text}")
+            self.check(any(r["event"] == "step" for r in self._records), "nothing was to lose")
             return
         self.check(opened == closed, f"incidents {opened} opened, {closed} closed")
         self.check(len(self._workers) == self.schedule.world_size, "a rank was never there")
         for worker in self._workers.values():
             right = worker.state == state_after(self.schedule.steps)
-            self.check(worker.alive and right, f"{worker} ends with a wrong state")
-            self.check(worker.place in (Place.FINISHED, Place.PARKED), f"{worker} has not ended")
+            self.check(right, f"{worker} ends with a wrong state")
+            self.check(worker.place is Place.FINISHED, f"{worker} has not ended")
 
     def _recoverable(self) -> bool:
         """Whether the living hold a whole state of one step, seen by an onlooker who knows all."""

@@ -97,13 +97,15 @@ class SimWorker:
 
         self.sim.after(self.sim.delay_s(), run)
 
-    def hear(self, act: Callable[[], None]) -> None:
-        """Learn after a while that what it waited for has come."""
-        self._later(act)
+    def expect(self, act: Callable[[], None]) -> Callable[[], None]:
+        """What is to be called when that comes for which this worker now begins to wait: it hears
+        of it after a while and does `act`, unless a stop has come before."""
+        epoch = self._epoch
+        return lambda: self._later(act) if epoch == self._epoch else None
 
-    def deaf(self) -> bool:
-        """Whether it hangs from now on: it was to hang, and a message has come."""
-        self.hung = self.hung or self.will_hang
+    def deaf(self, awaited: bool) -> bool:
+        """Whether it hangs: it was to, and now a message has come whose answer is `awaited`."""
+        self.hung = self.hung or (self.will_hang and awaited)
         return self.hung
 
     def _say(self, event: ev.WorkerEvent) -> None:

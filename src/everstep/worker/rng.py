@@ -1,10 +1,11 @@
 """Keyed random streams: every generator is seeded anew, from (key, step), at each step's start and end.
 
-Theory of operation: at `protect`, the states of the rank's generators (Python, NumPy if it is imported, torch's CPU
-and devices) are hashed into the rank's key. A step starts with all generators seeded from (key, step, "step"), so a
-second attempt draws the same numbers as the first; after the commit they are seeded from (key, step, "after"). So no
-state of a generator ever needs to be saved, a replacement has its own rank's streams and never its donor's, and ranks
-that the script had seeded alike stay alike.
+Theory of operation: at `protect`, the state of each of the rank's generators (torch with its devices, Python, NumPy)
+is hashed into that generator's key; the three together are the rank's key. A step starts with all generators seeded
+from (their key, step, "step"), so a second attempt draws the same numbers as the first; after the commit they are
+seeded from (key, step, "after"). So no state of a generator ever needs to be saved, a replacement has its own rank's
+streams and never its donor's, and ranks that the script had seeded alike stay alike. Each generator has a key of its
+own, so that one which the script did not seed does not make the others differ from run to run.
 """
 
 from __future__ import annotations
@@ -17,30 +18,38 @@ import xxhash
 
 from everstep.worker.codec import buffer_of
 
+_PART_BYTES = 16
+
 
 def make_key() -> bytes:
-    """16 bytes that stand for the present states of all generators. Draws from none of them."""
-    digest = xxhash.xxh3_128()
-    digest.update(repr(random.getstate()).encode())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        digest.update(repr((name, rest)).encode())
-        digest.update(keys.tobytes())
+    """The rank's key: 16 bytes each for torch, Python and NumPy. Draws from none of them."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
+    of_torch = xxhash.xxh3_128()
     for state in states:
-        digest.update(buffer_of(state))
-    return digest.digest()
+        of_torch.update(buffer_of(state))
+    of_python = xxhash.xxh3_128(repr(random.getstate()).encode())
+    of_numpy = xxhash.xxh3_128()
+    numpy = sys.modules.get("numpy")
+    if numpy is None:  # imported later, it follows torch's
+        of_numpy.update(of_torch.digest())
+    else:
+        name, keys, *rest = numpy.random.get_state()
+        of_numpy.update(repr((name, rest)).encode())
+        of_numpy.update(keys.tobytes())
+    return of_torch.digest() + of_python.digest() + of_numpy.digest()
 
 
 def seed_all(key: bytes, step: int, moment: str) -> None:
     """Seed every generator from (key, step, moment). `moment`: "step", "after" or "data"."""
-    material = key + step.to_bytes(8, "little") + moment.encode()
-    seed = xxhash.xxh3_64_intdigest(material)
-    random.seed(seed)
+    suffix = step.to_bytes(8, "little") + moment.encode()
+
+    def seed(part: int) -> int:
+        return xxhash.xxh3_64_intdigest(key[part * _PART_BYTES : (part + 1) * _PART_BYTES] + suffix)
+
+    torch.manual_seed(seed(0))
+    random.seed(seed(1))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
+        numpy.random.seed(seed(2) & 0xFFFFFFFF)

@@ -1,0 +1,106 @@
+"""The file in which a worker shows where it stands."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from everstep.agent import progress as agents
+from everstep.agent.progress import ProgressFile, sweep
+from everstep.errors import UserError
+from everstep.worker.progress import SIZE_BYTES, Phase, Progress
+
+
+def test_the_agent_sees_what_the_worker_stores(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path, "run", 3, 2)
+    assert file.path.name == "everstep-run-3.2"
+    fresh = file.read()
+    assert (fresh.step, fresh.phase, fresh.collectives, fresh.changed_ns) == (0, Phase.SETUP, 0, 0)
+    worker = Progress(file.path)
+    before = time.monotonic_ns()
+    worker.step, worker.phase, worker.collectives = 5, Phase.BACKWARD, 1 << 40
+    seen = file.read()
+    assert (seen.step, seen.phase, seen.collectives) == (5, Phase.BACKWARD, 1 << 40)
+    assert before <= seen.changed_ns <= time.monotonic_ns()
+    assert (worker.step, worker.phase, worker.collectives) == (5, Phase.BACKWARD, 1 << 40)
+    assert seen.words() == "in step 5 (backward)"
+    worker.close()
+    assert file.read() == seen
+    file.remove()
+    file.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_phase_that_is_none_does_not_end_the_agent(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path, "run", 0, 1)
+    worker = Progress(file.path)
+    worker.phase = 77
+    assert file.read().phase is Phase.BETWEEN
+    worker.close()
+    file.remove()
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_every_phase_has_words(tmp_path: Path, phase: Phase) -> None:
+    file = ProgressFile(tmp_path, "run", 0, 1)
+    worker = Progress(file.path)
+    worker.phase = phase
+    assert file.read().words()
+    worker.close()
+    file.remove()
+
+
+def test_a_file_that_is_too_short_is_refused_before_a_store_can_kill(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"x" * (SIZE_BYTES - 1))
+    with pytest.raises(OSError, match="shorter than 4096"):
+        Progress(tmp_path / "short")
+
+
+def test_its_space_is_taken(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path, "run", 0, 1)
+    assert file.path.stat().st_blocks * 512 >= SIZE_BYTES
+    file.remove()
+
+
+def test_no_room_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(agents.os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"has \d+ bytes free, and each worker needs 4096"):
+        ProgressFile(tmp_path, "run", 0, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file or directory"):
+        ProgressFile(tmp_path / "none", "run", 0, 1)
+
+
+def test_the_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
+    living = ProgressFile(tmp_path, "living", 0, 1)
+    dead = ProgressFile(tmp_path, "dead", 0, 1)
+    dying = dead.path.read_bytes()
+    dead.remove()
+    dead.path.write_bytes(dying)  # as a killed agent leaves it: whole, and locked by nobody
+    (tmp_path / "everstep-of-another-program").write_bytes(b"\0" * SIZE_BYTES)
+    (tmp_path / "everstep-small").write_bytes(b"")
+    (tmp_path / "other").write_bytes(dying)
+    (tmp_path / "everstep-link").symlink_to(tmp_path / "other")
+    (tmp_path / "everstep-directory").mkdir()
+    assert sweep(tmp_path) == [dead.path.name]
+    assert sweep(tmp_path) == []
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {
+        living.path.name,
+        "everstep-of-another-program",
+        "everstep-small",
+        "other",
+        "everstep-link",
+        "everstep-directory",
+    }
+    living.remove()
