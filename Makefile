@@ -15,7 +15,7 @@ ARGS ?=
 
 # `$(call timed,name,command)` runs a command and says how long it took.
 define timed
-@begin=$$(date +%s); echo "== $(1)"; $(2); echo "== $(1): $$(( $$(date +%s) - begin )) s"
+@begin=$$(date +%s); echo "== $(1)"; ( $(2) ); echo "== $(1): $$(( $$(date +%s) - begin )) s"
 endef
 
 .PHONY: help setup demo test test-fast lint format bench clean

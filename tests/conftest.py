@@ -26,7 +26,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# A time for one example says how busy the machine is; pytest-timeout bounds the whole test.
+hypothesis.settings.register_profile("everstep", deadline=None)
+hypothesis.settings.load_profile("everstep")
 
 PR_SET_CHILD_SUBREAPER = 36
 SHM = Path("/dev/shm")

@@ -202,7 +202,10 @@ def _run(settings: RunSettings, off: bool) -> int:
             click.echo(
                 "everstep: EVERSTEP=off - the script runs unprotected; a failure ends it", err=True
             )
-            return run_plain(settings, view).exit_code
+            plain = run_plain(settings, view)
+            if plain.text:
+                click.echo(f"everstep: {plain.text}", err=True)
+            return plain.exit_code
         from everstep.launch.local import run_job
 
         result = run_job(settings, view)

@@ -110,8 +110,8 @@ class RunSettings:
     and waiting."""
 
     quiesce_timeout_s: float = 5.0
-    """Seconds an aborted communicator's work may take to let go of its tensors. A hundred times
-    what is measured."""
+    """Seconds an aborted communicator's work may take to let go of its tensors. Short: its sockets
+    are shut by then."""
 
     quiet: bool = False
     """Show neither the workers' output nor the live line; incidents and the summary stay. The logs

@@ -1,8 +1,9 @@
-"""A worker without torch, for tests of agent, zygote and shell: it keeps to the protocol of wire/messages.
+"""A worker without torch, for tests of agent, zygote and shell: it keeps to wire/messages.
 
-Its state is one number; a step multiplies and adds, so that a step done twice or left out shows. The all-reduce of a step
-and the transfer of the state are exchanges of addresses through the agent, which stop when the generation is stopped.
-The script is never run: `spec.script.args` are `steps=N` and oddities to do at the start.
+Its state is one number; a step multiplies and adds, so that a step done twice or left out shows.
+The all-reduce of a step and the transfer of the state are exchanges of addresses through the agent,
+which stop when the generation is stopped. The script is never run: `spec.script.args` are `steps=N`
+and oddities to do at the start.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run_worker(spec: m.WorkerSpec, control: socket.socket) -> int:
     worker = FakeWorker(spec, control)
     try:
         return worker.run()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - it is sent, shown, and ends the process
         cause = Cause(
             kind=CauseKind.EXCEPTION,
             text=f"{type(error).__name__}: {error}",

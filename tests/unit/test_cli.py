@@ -45,6 +45,7 @@ class Backend:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, exit_code: int = 0) -> None:
         self.exit_code = exit_code
         self.run_dir = Path("everstep-runs")
+        self.text = "rank 1 exited with code 3" if exit_code else ""
         self.called: list[tuple[str, RunSettings]] = []
         for module, function in [("local", "run_job"), ("plain", "run_plain")]:
             fake = ModuleType(f"everstep.launch.{module}")
@@ -164,6 +165,14 @@ def test_off_runs_unprotected_and_says_so_once(
     result = everstep("run", "train.py")
     assert result.output.count("runs unprotected") == 1
     assert [function for function, _ in backend.called] == ["run_plain"]
+
+
+def test_an_unprotected_failure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    Backend(monkeypatch, exit_code=3)
+    monkeypatch.setenv("EVERSTEP", "off")
+    result = everstep("run", "train.py")
+    assert result.exit_code == 3
+    assert "everstep: rank 1 exited with code 3" in result.output
 
 
 def refused(*arguments: str) -> str:

@@ -104,6 +104,19 @@ def test_an_incident_begins_when_the_fault_happened(
     assert f"after {seconds} - " in lines[-1]
 
 
+def test_the_death_behind_a_broken_collective_is_told_as_the_failure() -> None:
+    fault = "kill:rank=1,step=5"
+    echo = cause("peer", "a collective failed: Connection reset by peer. Check the logs. GLHF!")
+    death = opened(10.1, cause(fault=fault)) | {"event": "incident_cause"}
+    fired = {"event": "fault_fired", "t": 10.05, "text": fault, "fired_t": 9.9}
+    assert tell(step(9.0, 4), opened(10.0, echo, rank=2), fired, death, closed(10.3)) == [
+        "rank 2 lost touch with a peer in step 5; stopping",
+        "rank 1 was killed by SIGKILL in step 5 (backward); a warm process takes its place",
+        "step 5 done again after 0.40 s - respawn, state from peers, 0 steps lost "
+        "(rank 1 takes step 4 from ranks 0, 2, 3)",
+    ]
+
+
 def test_further_failures_and_notes() -> None:
     further = opened(10.1, cause(text="rank 3 exited with code 1"), rank=3) | {
         "event": "incident_cause"

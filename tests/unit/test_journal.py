@@ -17,7 +17,7 @@ from everstep.types import Cause, CauseKind
 def write_three(path: Path) -> list[dict[str, Any]]:
     ticks = itertools.count(10)
     writer = JournalWriter(path, run_id="r", wall_time=1.5, clock=lambda: float(next(ticks)))
-    cause = Cause(kind=CauseKind.SIGNAL, text="rank 1 was killed – by SIGKILL", signal=9)
+    cause = Cause(kind=CauseKind.SIGNAL, text="rank 1 was killed ö by SIGKILL", signal=9)
     lines = [
         writer.header,
         writer.write("step", {"step": 1, "generation": 0}),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent import progress as agents
 from everstep.agent.progress import ProgressFile, sweep
 from everstep.errors import UserError
 from everstep.worker.progress import SIZE_BYTES, Phase, Progress
@@ -70,7 +69,7 @@ def test_no_room_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(agents.os, "posix_fallocate", full)
+    monkeypatch.setattr("everstep.agent.progress.os.posix_fallocate", full)
     with pytest.raises(UserError, match=r"has \d+ bytes free, and each worker needs 4096"):
         ProgressFile(tmp_path, "run", 0, 1)
     assert list(tmp_path.iterdir()) == []

@@ -183,13 +183,13 @@ def failed(run: Run) -> None:
         (
             1,
             other_loss,
-            True,
+            False,
             "from itself between two clean runs. First difference: rank 1, in step 5: value",
         ),
         (
             1,
             other_digest,
-            True,
+            False,
             "differs from itself between two clean runs. First difference: rank 2, at the end",
         ),
         (
@@ -230,10 +230,15 @@ def test_what_is_no_proof(
     assert "PROVED EQUAL" not in proof.said
 
 
-def test_a_run_that_fails_is_the_last(proof: Proof) -> None:
-    failed(proof.runs[0])
-    proof.prove()
-    assert len(proof.started) == 1
+@pytest.mark.parametrize(
+    ("at", "harm"), [(0, failed), (0, no_trace), (1, failed), (1, other_loss), (1, other_digest)]
+)
+def test_no_run_is_made_that_can_not_help(
+    at: int, harm: Callable[[Run], None], proof: Proof
+) -> None:
+    harm(proof.runs[at])
+    assert proof.prove() == 1
+    assert len(proof.started) == at + 1
     assert proof.verdict["incidents"] == []
 
 

@@ -253,3 +253,13 @@ def test_values_as_they_are_written() -> None:
     assert module.written(()) == "(none)"
     assert module.written(600.0) == "600"
     assert module.written(True) == "true"
+
+
+def test_the_reference_has_every_setting_with_its_default_and_text() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
+    rows = page.read_text(encoding="utf-8").splitlines()
+    for name, text in module.descriptions().items():
+        value = getattr(RunSettings(), name)
+        default = "-" if value in ("", ()) else f"`{module.written(value)}`"
+        row = f"| `{name}` | {default} | {' '.join(text.split())} |"
+        assert name == "script" or row in rows

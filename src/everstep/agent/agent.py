@@ -107,9 +107,7 @@ class Agent:
         self._preparations: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
         self._asked_by: int | None = None
-        self._not_ours = {
-            p.pid for p in processes.process_table() if p.parent == os.getpid()
-        }
+        self._not_ours = {p.pid for p in processes.process_table() if p.parent == os.getpid()}
         self._was_subreaper = processes.set_child_subreaper(True)
         self._loop.set_exception_handler(self._on_loop_exception)
 

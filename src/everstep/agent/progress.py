@@ -25,7 +25,7 @@ _CELLS = struct.Struct(f"<{SIZE_BYTES // 8}q")
 _WORDS = {
     Phase.SETUP: "in its set-up",
     Phase.BETWEEN: "between steps (step {step})",
-    Phase.STEP: "in step {step} (forward)",
+    Phase.STEP: "in step {step}",
     Phase.BACKWARD: "in step {step} (backward)",
     Phase.FENCE: "in step {step} (fence)",
     Phase.UPDATE: "in step {step} (optimizer)",

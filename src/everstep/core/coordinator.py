@@ -23,7 +23,7 @@ from everstep.core.ladder import Policy
 from everstep.core.membership import Member, Status
 from everstep.core.settle import settle
 from everstep.core.words import name_signal, verb
-from everstep.types import Cause, CauseKind, Decision, Holding
+from everstep.types import Cause, CauseKind, Decision, Holding, Plan
 
 
 class Coordinator:
@@ -127,8 +127,8 @@ class Coordinator:
                 self._on_parked(member, holding)
             case ev.Regrouped() if job.phase is Phase.REGROUPING:
                 job.regrouped.add(member.rank)
-            case ev.Restored() if job.phase is Phase.REGROUPING:
-                self._on_restored(member, event)
+            case ev.Restored() if job.plan is not None:
+                self._on_restored(member, event, job.plan)
             case ev.Closing() if job.phase is not Phase.STOPPING:
                 # One that is stopped asks again after the regroup.
                 member.closing = True
@@ -168,20 +168,17 @@ class Coordinator:
         member.status, member.holding, member.deadline_s = Status.PARKED, holding, None
         self._job.out.parked(member, holding, self._job.generation)
 
-    def _on_restored(self, member: Member, event: ev.Restored) -> None:
+    def _on_restored(self, member: Member, event: ev.Restored, plan: Plan) -> None:
+        """It may come after another failure has stopped the generation, and counts even then."""
         job = self._job
-        if job.plan is None:
-            return
         member.distrusted = not event.ok
         if not event.ok:
-            text = (
-                f"rank {member.rank}'s receipt of step {job.plan.step} does not hold: {event.text}"
-            )
-            job.fail(member, job.plan.step + 1, Cause(kind=CauseKind.RECEIPT, text=text))
+            text = f"rank {member.rank}'s receipt of step {plan.step} does not hold: {event.text}"
+            job.fail(member, plan.step + 1, Cause(kind=CauseKind.RECEIPT, text=text))
             return
-        job.committed[member.rank] = job.plan.step
+        job.committed[member.rank] = plan.step
         job.restored[member.rank] = event.nbytes
-        if job.plan.ranks[member.rank].decision is Decision.FETCH and job.incident is not None:
+        if plan.ranks[member.rank].decision is Decision.FETCH and job.incident is not None:
             job.incident.fetched = True
 
     def _on_died(self, member: Member, cause: Cause) -> None:

@@ -47,8 +47,8 @@ _BOUNDARIES = {  # the record that ends a stage
 class IncidentEntry:
     """One incident. `cause` is the one to show, of `rank`; `fault`: the injected fault that caused
     it, else the first that fell into it, and `faults` all those. `step`: the one that was under
-    way. `rung`, `state_from`, `reason`: None and "" until it is planned. `stages` are seconds and sum to
-    `total_s`. `closed`: a step was committed by all ranks after it."""
+    way. `rung`, `state_from`, `reason`: None and "" until it is planned. `closed`: a step was
+    committed by all ranks after it. `stages` are seconds and sum to `total_s`."""
 
     incident: int
     rank: int
@@ -305,28 +305,30 @@ def _parts(
     parts = dict.fromkeys(("setup_s", "step_s", "discarded_s", "incident_s", "rest_s"), 0.0)
     if not journal:
         return parts
-    cuts: list[tuple[float, int, str]] = []
+    cuts: list[tuple[float, int, str, int]] = []
     for record in journal:
         part = {"setup_done": "setup_s", "step": "step_s", "closed": "rest_s"}.get(record["event"])
         if part is not None:
-            cuts.append((record["t"], 1, part))
-    for entry, completed in zip(entries, useful, strict=True):
-        cuts.append((entry.began_s, 0, "step_s, fault" if completed else "discarded_s, fault"))
-        cuts.append((entry.began_s + entry.total_s, 2, "incident_s"))
+            cuts.append((record["t"], 1, part, 0))
+    for number, (entry, completed) in enumerate(zip(entries, useful, strict=True), start=1):
+        cuts.append((entry.began_s, 0, "step_s" if completed else "discarded_s", number))
+        cuts.append((entry.began_s + entry.total_s, 2, "incident_s", number))
     cuts.sort(key=lambda cut: cut[:2])
     cursor_s, end_s = float(journal[0]["t"]), float(journal[-1]["t"])
-    in_incident = set_up = closed = False
-    for moment_s, _, name in cuts:
-        piece_s = max(0.0, min(moment_s, end_s) - cursor_s)
-        part, _, fault = name.partition(", ")
+    set_up = closed = False
+    inside = 0  # the incident that the cursor is in; the next one's fault ends it, too
+    for moment_s, _, part, number in cuts:
         set_up, closed = set_up or part == "setup_s", closed or part == "rest_s"
-        if part == "incident_s":
-            in_incident = False
-        elif in_incident:
+        if inside and number in (0, inside) and part != "incident_s":
             continue  # steps and set-ups inside an incident are its cost
-        elif fault:
-            in_incident = True
-            part = "setup_s" if not set_up else "rest_s" if closed else part
+        if part == "incident_s" and number != inside:
+            continue
+        piece_s = max(0.0, min(moment_s, end_s) - cursor_s)
+        if part == "incident_s":
+            inside = 0
+        elif number:
+            before = "setup_s" if not set_up else "rest_s" if closed else part
+            part, inside = "incident_s" if inside else before, number
         parts[part] += piece_s
         cursor_s += piece_s
     parts["rest_s" if set_up else "setup_s"] += max(0.0, end_s - cursor_s)

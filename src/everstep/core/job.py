@@ -59,7 +59,7 @@ class Job:
         self.protected: dict[int, ev.Protected] = {}  # what each rank said in the job's set-up
         self.closed = False
         self.stop_seen = False  # "stopped" is in the journal for this stop
-        self.plan: Plan | None = None
+        self.plan: Plan | None = None  # of this generation, until all have followed it
         self.regrouped: set[int] = set()
         self.restored: dict[int, int] = {}  # rank to bytes fetched
 
@@ -116,6 +116,7 @@ class Job:
         self.deadline_s = self.now_s + self.policy.setup_timeout_s
         self.committed = [0] * self.world_size
         self.protected.clear()
+        self.plan = None
         everybody = verb(range(self.world_size), "starts", "start")
         self.incident.start_again(f"{reason}; {everybody} again from the script")
         for member in self.membership.members():
@@ -125,7 +126,7 @@ class Job:
     def stop(self) -> None:
         """Tell the world of this generation to park."""
         self.phase, self.deadline_s = Phase.STOPPING, None
-        self.plan, self.stop_seen = None, False
+        self.stop_seen = False
         members = self.membership.survivors()
         for member in members:
             member.status = Status.STOPPING
@@ -171,7 +172,8 @@ class Job:
         assert self.recorded == min(self.committed), (self.recorded, self.committed)
         assert self.incident is not None or phase in (Phase.SETTING_UP, Phase.RUNNING), phase
         assert (self.deadline_s is not None) == (phase in (Phase.SETTING_UP, Phase.REGROUPING))
-        assert (self.plan is not None) == (phase is Phase.REGROUPING), phase
+        assert self.plan is not None or phase is not Phase.REGROUPING
+        assert self.plan is None or phase in (Phase.REGROUPING, Phase.STOPPING), phase
         expected = {Phase.RUNNING: Status.RUNNING, Phase.REGROUPING: Status.REGROUPING}.get(phase)
         for member in members:
             assert not member.joining or member.doomed or phase is Phase.STOPPING, member

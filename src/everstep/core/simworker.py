@@ -28,7 +28,7 @@ _GARBAGE = -1
 
 
 def step_forward(state: int, step: int) -> int:
-    """The update of `step`: a function of the state before it that no other order of steps gives."""
+    """The update of `step`; no other order of steps gives the same state."""
     return (state * 6364136223846793005 + step) % _MODULUS
 
 
@@ -161,7 +161,7 @@ class SimWorker:
     def _contribute(self, step: int) -> None:
         if self.sim.schedule.fenced:
             self.gradients = step
-        self.sim.gather(self, ("step", step), lambda: self._reduced(step))
+        self.sim.world(self).gather(self, ("step", step), lambda: self._reduced(step))
 
     def _reduced(self, step: int) -> None:
         """Every rank has contributed, and this one has heard of it."""
@@ -268,7 +268,7 @@ class SimWorker:
         self.generation, self._stop = generation, None
         self.place, self.joiner = Place.REGROUPING, False
         built = ("build", generation)
-        self._later(lambda: self.sim.gather(self, built, lambda: self._built(plan)))
+        self._later(lambda: self.sim.world(self).gather(self, built, lambda: self._built(plan)))
 
     def _built(self, plan: Plan) -> None:
         self._say(
@@ -277,14 +277,14 @@ class SimWorker:
         part = plan.ranks[self.rank]
         if part.decision is Decision.FETCH:
             self.torn, self.has_state = True, True
-            self.sim.fetch(self, part.sources, plan.step, self._fetched)
+            self.sim.world(self).fetch(self, part.sources, plan.step, self._fetched)
             return
         if part.decision is Decision.ADVANCE:
             self.sim.check(self.gradients == plan.step, f"{self} advances without gradients")
             self._update(plan.step)
         where = f"{self} keeps {self.committed} (torn: {self.torn}), not {plan.step}"
         self.sim.check(self.committed == plan.step and not self.torn, where)
-        self.sim.serve(self, part.sinks, self._restored)
+        self.sim.world(self).serve(self, part.sinks, self._restored)
 
     def _fetched(self, state: int, step: int) -> None:
         if self.sim.take_bad_receipt():

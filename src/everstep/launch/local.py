@@ -92,9 +92,9 @@ async def _supervise(
         plan=plan,
         make_started=lambda torch: _started(settings, torch, surroundings.hash_seed),
     )
-    view.record(directory.journal.header)
     with ending_by_signals(agent.stop_asked):
         try:
+            view.record(directory.journal.header)
             return await agent.run()
         except EverstepError as error:
             fields = {"exit_code": error.exit_code, "text": str(error), "cause": None}

@@ -69,7 +69,7 @@ class _PlainJob:
         self._pidfds: dict[int, int] = {}
         self._outputs: dict[int, Output] = {}
         self._ended: asyncio.Future[tuple[int, str]] = self._loop.create_future()
-        self._stopped = False
+        self._asked_by: int | None = None
 
     async def run(self, environ: Mapping[str, str]) -> tuple[int, str]:
         """Start all ranks and wait for the last or for the first failure: exit code and text."""
@@ -87,10 +87,10 @@ class _PlainJob:
         """A signal asks for the end: SIGTERM to all, SIGKILL after the grace or at the second
         signal."""
         name = signal.Signals(number).name
-        if self._stopped:
-            self._end(128 + number, f"the run was asked to end by {name} twice")
+        if self._asked_by is not None:
+            self._end(128 + self._asked_by, f"the run was asked to end by a second signal, {name}")
             return
-        self._stopped = True
+        self._asked_by = number
         for process in self._running.values():
             process.terminate()
         self._loop.call_later(
@@ -135,12 +135,13 @@ class _PlainJob:
         process = self._running.pop(rank)
         processes.kill_session(process.pid)
         code = process.wait(timeout=10.0)
-        if code != 0 and not self._stopped:
+        if code != 0 and self._asked_by is None:
             status = -code if code < 0 else code << 8  # back to what os.waitpid gives
             cause = processes.cause_of_exit(rank, status, "in a run without protection", "")
             self._end(cause.job_exit_code(), cause.text)
         elif not self._running:
-            self._end(0 if not self._stopped else 128 + signal.SIGTERM, "")
+            asked_by = self._asked_by
+            self._end(0 if asked_by is None else 128 + asked_by, "")
 
     def _unwatch(self, rank: int) -> None:
         fd = self._pidfds.pop(rank)

@@ -101,9 +101,9 @@ def prove(
     for number, (job, what) in enumerate(zip(jobs, _titles(faults), strict=True), start=1):
         say(f"[{number}/{len(jobs)}] {what}")
         outcomes.append(_run(job, run_job, say))
-        if outcomes[-1].exit_code != 0:
-            break
-    verdict = judge(outcomes, faults, settings.nproc_per_node)
+        verdict = judge(outcomes, faults, settings.nproc_per_node)
+        if verdict.problems:
+            break  # the runs that are left could not make it a proof
     if json_path is not None:
         json_path.write_text(json.dumps(verdict.to_json(), indent=2) + "\n", encoding="utf-8")
     for line in _closing_words(verdict, outcomes, faults, json_path):
@@ -112,8 +112,8 @@ def prove(
 
 
 def judge(outcomes: Sequence[Outcome], faults: Sequence[ChaosSpec], ranks: int) -> Verdict:
-    """The verdict over the runs that were made, in the order of `RUNS`; a failed run is the last.
-    Reads their files."""
+    """The verdict over the runs made so far, in the order of `RUNS`: a proof after the last, before
+    it only whether there still can be one. Reads their files."""
     problems: list[str] = []
     equal = False
     last = outcomes[-1]

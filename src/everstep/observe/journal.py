@@ -42,7 +42,8 @@ class LineFile:
         self.path = path
 
     def write(self, line: Mapping[str, Any]) -> bytes:
-        """Append one line and return it. Raises OSError when the kernel does not take it (a full disk)."""
+        """Append one line and return it. Raises OSError when the kernel does not take it (a full
+        disk)."""
         if self._fd is None:
             raise ValueError(f"{self.path} is closed")
         encoded = msgspec.json.encode(line)

@@ -11,12 +11,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from everstep.types import CauseKind
+from everstep.core.goodput import read_cause
+from everstep.core.ladder import is_echo
+from everstep.types import Cause, CauseKind
 
 Record = Mapping[str, Any]
 _PROCESS_LIVES = (CauseKind.EXCEPTION, CauseKind.PEER, CauseKind.RECEIPT)
+
+
+@dataclass(slots=True)
+class _Open:
+    """An incident that goes on. `echo`: what was noticed so far is only the echo of a failure
+    elsewhere."""
+
+    noticed_s: float
+    began_s: float
+    echo: bool
 
 
 class Narrator:
@@ -28,7 +41,7 @@ class Narrator:
         self.incidents = 0
         """Incidents opened so far."""
         self._fired_s: dict[str, float] = {}
-        self._began_s: dict[int, float] = {}
+        self._open: dict[int, _Open] = {}
 
     def tell(self, record: Record) -> list[str]:
         """The lines for one journal record; none for most."""
@@ -38,47 +51,61 @@ class Narrator:
             case "fault_fired":
                 self._fired_s[str(record["text"])] = float(record["fired_t"])
             case "incident_opened":
-                self.incidents += 1
-                self._began_s[record["incident"]] = began_s(record, self._fired_s)
-                return [f"{failure(record)}; {self._measure(record)}"]
+                return [self._opened(record)]
             case "incident_cause":
-                return [f"meanwhile {failure(record)}"]
+                return [self._further(record)]
             case "incident_closed":
-                began = self._began_s.pop(record["incident"], float(record["t"]))
-                return [recovery(record, float(record["t"]) - began)]
+                now_s = float(record["t"])
+                incident = self._open.pop(record["incident"], None)
+                return [recovery(record, 0.0 if incident is None else now_s - incident.began_s)]
             case "note":
                 return [f"note{_of_rank(record)}: {record['text']}"]
         return []
 
-    def _measure(self, record: Record) -> str:
-        """What is done about a failure; the rest of the sentence that names it."""
+    def _opened(self, record: Record) -> str:
+        cause, noticed_s = read_cause(record["cause"]), float(record["t"])
+        began_s = self._began_s(cause, noticed_s)
+        echo = is_echo(cause)
+        self._open[record["incident"]] = _Open(noticed_s, began_s, echo)
+        self.incidents += 1
         if self.step == 0 and int(record["step"]) <= 1:
-            return "nothing is committed yet, all ranks start again"
-        if record["cause"]["kind"] in _PROCESS_LIVES:
-            return "stopping, the step is done again"
-        return "stopping, a warm process takes its place"
+            return f"{failure(record)}; nothing is committed yet, all ranks start again"
+        return f"{failure(record)}; stopping{'' if echo else ', ' + _measure(cause)}"
 
+    def _further(self, record: Record) -> str:
+        """A further failure: the one that the first was the echo of, or one more."""
+        cause = read_cause(record["cause"])
+        incident = self._open.get(record["incident"])
+        if incident is None or not incident.echo or is_echo(cause):
+            return f"meanwhile {failure(record)}"
+        incident.echo = False
+        incident.began_s = self._began_s(cause, incident.noticed_s)
+        return f"{failure(record)}; {_measure(cause)}"
 
-def began_s(opened: Record, fired_s: Mapping[str, float]) -> float:
-    """When the incident of an `incident_opened` record began, in seconds on the host's monotonic
-    clock.
-
-    `fired_s`: text of each fault on purpose to when it fired.
-    """
-    cause = opened["cause"]
-    noticed = float(opened["t"])
-    fired = fired_s.get(cause.get("fault") or "")
-    known = cause.get("at_s") if fired is None else fired
-    return min(noticed, noticed if known is None else float(known))
+    def _began_s(self, cause: Cause, noticed_s: float) -> float:
+        fired_s = self._fired_s.get(cause.fault or "")
+        known_s = cause.at_s if fired_s is None else fired_s
+        return noticed_s if known_s is None else min(noticed_s, known_s)
 
 
 def failure(record: Record) -> str:
     """The failure of an `incident_opened` or `incident_cause` record, with rank and step."""
-    text = str(record["cause"]["text"]).strip()
     who, where = f"rank {record['rank']}", f"step {record['step']}"
+    if record["cause"]["kind"] == CauseKind.PEER:
+        # The library's own text names no rank and tells people to look elsewhere; the journal keeps
+        # it.
+        return f"{who} lost touch with a peer in {where}"
+    text = str(record["cause"]["text"]).strip()
     if not _names(text, who):
         text = f"{who}: {text}"
     return text if _names(text, where) else f"{text} in {where}"
+
+
+def _measure(cause: Cause) -> str:
+    """What is done about a failure."""
+    if cause.kind in _PROCESS_LIVES:
+        return "the step is done again"
+    return "a warm process takes its place"
 
 
 def recovery(closed: Record, total_s: float) -> str:

@@ -49,7 +49,7 @@ def summary(ledger: Ledger, run_dir: Path) -> list[str]:
 
 
 def incident_table(ledger: Ledger) -> list[str]:
-    """One line for each incident: what, which rung, and where the time went, in milliseconds."""
+    """A title, and a line for each incident: what, which rung, and where the time went."""
     if not ledger.incidents:
         return ["no incidents"]
     head = (
@@ -59,7 +59,7 @@ def incident_table(ledger: Ledger) -> list[str]:
         "rung",
         "state from",
         *(f"{stage}" for stage in _COLUMNS),
-        "total ms",
+        "total",
     )
     rows = [
         (
@@ -73,7 +73,7 @@ def incident_table(ledger: Ledger) -> list[str]:
         )
         for incident in ledger.incidents
     ]
-    return table(head, rows)
+    return ["incidents, times in ms:", *table(head, rows)]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -44,43 +45,76 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def flatten(value: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and dicts."""
-    if isinstance(value, (list, tuple)):
+    """The leaves of nested lists, tuples and dicts; a subclass of them (a named tuple, a shape) is a leaf itself."""
+    if type(value) in (list, tuple):
         return [leaf for item in value for leaf in flatten(item)]
-    if isinstance(value, dict):
+    if type(value) is dict:
         return [leaf for item in value.values() for leaf in flatten(item)]
     return [value]
 
 
 def _rebuild(shape: Any, leaves: list[Any]) -> Any:
     """`shape` with its leaves taken from `leaves`, in order."""
-    if isinstance(shape, (list, tuple)):
+    if type(shape) in (list, tuple):
         return type(shape)(_rebuild(item, leaves) for item in shape)
-    if isinstance(shape, dict):
+    if type(shape) is dict:
         return {key: _rebuild(item, leaves) for key, item in shape.items()}
     return leaves.pop(0)
 
 
 def _same(leaf: Any, local: Any) -> bool:
     """Whether a returned leaf came from a local variable."""
+    if leaf is local:
+        return True
     if isinstance(leaf, torch.Tensor):
         return (
             isinstance(local, torch.Tensor)
+            and leaf.layout is torch.strided
+            and local.layout is torch.strided
             and leaf.data_ptr() == local.data_ptr()
             and leaf.shape == local.shape
+            and leaf.stride() == local.stride()
             and leaf.dtype == local.dtype
+            and leaf.is_conj() == local.is_conj()
+            and leaf.is_neg() == local.is_neg()
         )
     if isinstance(local, torch.Tensor):
-        return isinstance(leaf, float) and local.numel() == 1 and local.item() == leaf
-    return leaf is local or (type(leaf) is type(local) and isinstance(leaf, (bool, int, float, str)) and leaf == local)
+        return isinstance(leaf, (bool, int, float)) and _is_number(local) and _equal(local.item(), leaf)
+    return isinstance(leaf, (bool, int, float, str)) and _equal(leaf, local)
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Whether two variables hold the same; decoded candidates share no memory any more."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and not _same(one, other):
+        return codec.encode(one, "a result") == codec.encode(other, "a result")
+    return _same(one, other)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() == 1
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))  # nan is nan
 
 
 class _Source(NamedTuple):
-    """Where a returned leaf comes from: the local variable `name`, as its Python number if `as_number`; None: the
-    leaf is None."""
+    """Where a returned leaf comes from: one of the local variables `names`, as its Python number if `as_number`. Which
+    of them is not known while they have held equal values (two counters at zero). Empty: the leaf is None."""
 
-    name: str | None
+    names: tuple[str, ...]
     as_number: bool
+
+    def value(self, variables: dict[str, Any]) -> Any:
+        """The leaf. Raises LookupError while it can't be told."""
+        if not self.names:
+            return None
+        values = [variables[name] for name in self.names]
+        if self.as_number:
+            values = [value.item() if _is_number(value) else value for value in values]
+        if any(not _agree(values[0], value) for value in values[1:]):
+            raise LookupError(f"the result is one of {self.names}, which differ")
+        return values[0]
 
 
 class ResultReader:
@@ -102,21 +136,20 @@ class ResultReader:
 
     def knows(self, names: dict[str, Any]) -> bool:
         """Whether the coming result can be told from the local variables `names`."""
-        return (
-            not self.failed
-            and self._sources is not None
-            and all(s.name is None or s.name in names for s in self._sources)
-        )
+        return self._leaves(names) is not None
+
+    def _leaves(self, names: dict[str, Any]) -> list[Any] | None:
+        if self.failed or self._sources is None:
+            return None
+        try:
+            return [source.value(names) for source in self._sources]
+        except LookupError:
+            return None
 
     def predict(self, names: dict[str, Any]) -> bytes | None:
         """Codec bytes of the coming result; None while it cannot be told."""
-        if not self.knows(names) or self._sources is None:
-            return None
-        leaves = []
-        for source in self._sources:
-            value = None if source.name is None else names[source.name]
-            leaves.append(value.item() if source.as_number and isinstance(value, torch.Tensor) else value)
-        return encode_result(_rebuild(self._skeleton, leaves))
+        leaves = self._leaves(names)
+        return None if leaves is None else encode_result(_rebuild(self._skeleton, leaves))
 
     def from_candidates(self, candidates: dict[str, bytes]) -> bytes | None:
         """The result told from a predecessor's `candidates`, by what this process has learned."""
@@ -130,23 +163,28 @@ class ResultReader:
         for name, value in names.items():
             small = isinstance(value, torch.Tensor) and value.numel() <= _CANDIDATE_ELEMENTS
             if small or isinstance(value, (bool, int, float, str)):
-                found[name] = codec.encode(value, name)
+                with suppress(UserError):  # a sparse tensor, a number of an enumeration: no candidate
+                    found[name] = codec.encode(value, name)
         return found
 
     def learn(self, result: Any, names: dict[str, Any]) -> None:
         """The function returned `result`; just before, its local variables were `names`."""
         sources: list[_Source] = []
         leaves = flatten(result)
-        for leaf in leaves:
-            match = next((name for name, local in names.items() if _same(leaf, local)), None)
-            if match is None and leaf is not None:
+        skeleton = _rebuild(result, [None] * len(leaves))
+        narrowed = self._sources if self._sources is not None and self._skeleton == skeleton else None
+        self.failed = encode_result(result) is None
+        for index, leaf in enumerate(leaves):
+            known = narrowed[index].names if narrowed else None
+            fitting = tuple(
+                name for name, local in names.items() if (not known or name in known) and _same(leaf, local)
+            )
+            if not fitting and leaf is not None:
                 self.failed = True
-                return
             number = leaf is not None and not isinstance(leaf, torch.Tensor)
-            sources.append(_Source(match if leaf is not None else None, number))
-        self._sources = sources
-        self._skeleton = _rebuild(result, [None] * len(leaves))
-        self.failed = False
+            sources.append(_Source(fitting if leaf is not None else (), number))
+        if not self.failed:
+            self._sources, self._skeleton = sources, skeleton
 
 
 def encode_result(result: Any) -> bytes | None:

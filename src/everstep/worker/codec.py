@@ -2,7 +2,8 @@
 
 Used for what is no big tensor: schedulers' states, results of steps, `run.state`, capsules. A value is encoded as a
 tagged tree of MessagePack: containers keep their type (list, tuple, dict with any plain key, OrderedDict, Counter,
-set), tensors are dtype, shape and bytes, floats are exact.
+set), tensors are dtype, shape and bytes, floats are exact. Equal values have equal digests, whatever order their keys
+or members came in: a restored object keeps them in an order of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 
 from everstep.errors import UserError
 
@@ -34,6 +36,7 @@ def dtype_named(name: str) -> torch.dtype:
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements as a flat uint8 tensor on its device; shares memory where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride, and then has no bytes
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
@@ -49,18 +52,27 @@ def _to_bytes(tensor: torch.Tensor) -> bytes:
 
 def _pack(value: Any, where: str) -> list[Any]:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise UserError(
+                f"{where} is a sparse, quantized or meta tensor, which everstep does not keep; make it a dense one"
+            )
         return ["tensor", str(value.dtype), list(value.shape), _to_bytes(value)]
     if isinstance(value, bool) or value is None or type(value) in _SCALARS:
         if type(value) is int and not -(2**63) <= value < 2**64:
-            return ["bigint", str(value)]
+            return ["bigint", hex(value)]  # decimal has a limit of digits
         return ["value", value]
     name = _NAMES.get(type(value))
     if name in _CONTAINERS:
-        return [name, [_pack(item, f"{where}[{i}]") for i, item in enumerate(value)]]
+        packed = [_pack(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        if name == "set":
+            packed.sort(key=msgspec.msgpack.encode)
+        return [name, packed]
     if name in _MAPPINGS:
         return [name, [[_pack(k, where), _pack(v, f"{where}[{k!r}]")] for k, v in value.items()]]
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a NumPy scalar
-        return _pack(value.item(), where)
+        plain = value.item()
+        if type(plain) in _SCALARS:  # an extended float gives itself
+            return _pack(plain, where)
     raise UserError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which everstep does not keep: only plain "
         "data (None, bool, int, float, str, bytes, list, tuple, set, dict) and tensors; convert it"
@@ -72,11 +84,11 @@ def _unpack(tree: list[Any]) -> Any:
     if tag == "value":
         return tree[1]
     if tag == "bigint":
-        return int(tree[1])
+        return int(tree[1], 16)
     if tag == "tensor":
         dtype, shape, raw = dtype_named(tree[1]), tree[2], tree[3]
         if not raw:
-            return torch.empty(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
     if tag in _CONTAINERS:
         return _CONTAINERS[tag](_unpack(item) for item in tree[1])
@@ -91,9 +103,29 @@ def _unpack(tree: list[Any]) -> Any:
 def encode(value: Any, where: str) -> bytes:
     """Bytes of plain data. `where` names the value in the UserError that unfit data raises. Tensors on a device are
     copied to the host, which waits for them."""
-    return msgspec.msgpack.encode(_pack(value, where))
+    try:
+        return msgspec.msgpack.encode(_pack(value, where))
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise UserError(f"{where} can't be kept: {error}; convert it to plain data") from None
 
 
 def decode(data: bytes) -> Any:
     """The value of `encode`'s bytes; its tensors are on the CPU."""
     return _unpack(msgspec.msgpack.decode(data))
+
+
+def digest(data: bytes) -> str:
+    """xxh3-128 of `encode`'s bytes; the order of a dict's keys does not count."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(_canonical(msgspec.msgpack.decode(data))))
+
+
+def _canonical(tree: list[Any]) -> list[Any]:
+    tag = tree[0]
+    if tag in _CONTAINERS:
+        return [tag, [_canonical(item) for item in tree[1]]]
+    if tag in _MAPPINGS:
+        items = [[_canonical(key), _canonical(value)] for key, value in tree[1]]
+        if tag != "ordered":
+            items.sort(key=lambda item: msgspec.msgpack.encode(item[0]))
+        return [tag, items]
+    return tree

@@ -49,6 +49,7 @@ class Builder(threading.Thread):
         self.inner: Inner | None = None
         self.error: Exception | None = None
         self.finished = False
+        self.abandoned = False  # nobody waits for it any more: what it still builds is its own to take down
         self._make, self._done = make, done
 
     def run(self) -> None:
@@ -56,7 +57,6 @@ class Builder(threading.Thread):
             self.inner = self._make(self.group, self.generation)
         except Exception as error:
             self.error = error
-        self.finished = True
         self._done(self)
 
 
@@ -127,7 +127,8 @@ class Communicators:
             if generation != self.generation or self.poisoned:
                 return
             self._poison(error)
-        self._abort_all()
+            inners = self._present()
+        _abort(inners)
         self._on_fault(generation, error)
 
     def hold(self, error: BaseException) -> None:
@@ -136,11 +137,12 @@ class Communicators:
             if self.poisoned:
                 return
             self._poison(error)
-        self._abort_all()
+            inners = self._present()
+        _abort(inners)
 
     def fail_build(self, error: BaseException) -> None:
         """The groups of the present generation could not be built: give up what there is of them, and report it."""
-        self._abort_all()
+        _abort(self._present())
         self._on_fault(self.generation, error)
 
     def stop(self, generation: int) -> None:
@@ -152,7 +154,8 @@ class Communicators:
             if not self.poisoned:
                 self._poison(Stopped(generation))
             self._changed.notify_all()
-        self._abort_all()
+            inners = self._present()
+        _abort(inners)
 
     def _poison(self, error: BaseException) -> None:
         self.poisoned = True
@@ -168,12 +171,12 @@ class Communicators:
         if stopped:
             raise Stopped(self.stopped)
 
-    def _abort_all(self) -> None:
+    def _present(self) -> list[Inner]:
+        """The inner groups of now. Looked up together with the poisoning: later ones may be of a newer generation."""
         with self._lock:
             inners = [inner for _, inner in self._unbuilt]
             inners += [group.inner for group in self.groups if group.inner is not None]
-        for inner in inners:
-            inner.abort()
+        return inners
 
     # ------------------------------------------------------------ waiting
 
@@ -190,18 +193,24 @@ class Communicators:
         """After a stop: wait until no aborted operation can write to the script's tensors any more, then hand the old
         inner groups to the reaper. Raises QuiesceTimeout."""
         deadline = time.monotonic() + timeout_s
+        self.drain()  # a guard that another thread is just opening
         with self._changed:
             while self._running:
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    names = ", ".join(sorted(guard.operation for guard in self._running.values()))
                     raise QuiesceTimeout(
-                        f"{len(self._running)} aborted collective(s) did not end within {timeout_s:g} s"
+                        f"aborted collectives did not end within {timeout_s:g} s: {names}"
                     )
                 self._changed.wait(left)
         for group in self.groups:
+            self._take_down(group)
+
+    def _take_down(self, group: OuterGroup) -> None:
+        with self._lock:
             inner, group.inner = group.inner, None
-            if inner is not None:
-                self._reap(inner)
+        if inner is not None:
+            self._reap(inner)
 
     def _reap(self, inner: Inner) -> None:
         destroy = getattr(inner, "destroy", None)
@@ -216,18 +225,24 @@ class Communicators:
 
     def add(self, group: OuterGroup) -> None:
         """Register an outer group that the script just made, and build its inner group unless solo. Blocks."""
-        self.groups.append(group)
+        with self._lock:
+            self.groups.append(group)
         if not self.solo:
-            self._build([group], self.generation, self.generation)
+            try:
+                self._build([group], self.generation, self.generation)
+            except BaseException:
+                self.forget(group)
+                raise
 
     def forget(self, group: OuterGroup) -> None:
         """The script destroyed the group."""
-        if group in self.groups:
-            self.groups.remove(group)
-        inner, group.inner = group.inner, None
+        with self._lock:
+            if group in self.groups:
+                self.groups.remove(group)
+            inner = group.inner
         if inner is not None:
             inner.abort()
-            self._reap(inner)
+            self._take_down(group)
 
     def rebuild(self, generation: int) -> None:
         """Build the inner groups of all outer groups under `generation`. Blocks. Raises Stopped if it is stopped."""
@@ -252,14 +267,17 @@ class Communicators:
             while not all(b.finished for b in builders) and self.stopped < stop_at:
                 self._changed.wait()  # bounded: builders end by the inner group's build timeout
             stopped = self.stopped >= stop_at
+            ended = [b for b in builders if b.finished]
+            for builder in builders:
+                builder.abandoned = not builder.finished
             failed = next((b for b in builders if b.error is not None), None)
             if not stopped and failed is None:
                 for builder in builders:
                     builder.group.inner = builder.inner
                 self._unbuilt.clear()
         if stopped or failed is not None:
-            for builder in builders:
-                if builder.finished and builder.inner is not None:
+            for builder in ended:
+                if builder.inner is not None:
                     self._reap(builder.inner)
             if stopped:
                 raise Stopped(self.stopped)
@@ -268,10 +286,16 @@ class Communicators:
 
     def _built(self, builder: Builder) -> None:
         with self._changed:
-            late = self.stopped >= builder.generation
+            builder.finished = True
             self._changed.notify_all()
-        if late and builder.inner is not None and builder.group.inner is not builder.inner:
+            abandoned = builder.abandoned
+        if abandoned and builder.inner is not None:
             self._reap(builder.inner)
+
+
+def _abort(inners: list[Inner]) -> None:
+    for inner in inners:
+        inner.abort()
 
 
 def tensors_of(value: Any) -> Iterable[Any]:

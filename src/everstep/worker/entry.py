@@ -11,17 +11,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from everstep.worker.state import Leaves, State, digest_of, local
 
 
 class _Gradient(NamedTuple):
-    """A parameter's gradient at the entry: the tensor, a copy of it, and its version then."""
+    """A parameter's gradient at the entry: the tensor and a copy of it, if it is to be put back, and always a weak
+    reference (a strong one would keep the memory of a gradient that the script lets go) with its version then."""
 
     parameter: torch.Tensor
     kept: torch.Tensor | None
     copied: torch.Tensor | None
+    seen: TensorWeakRef | None
     version: int
+
+    def carried(self) -> bool:
+        grad = self.seen() if self.seen is not None else None
+        return grad is not None and (self.parameter.grad is grad or grad._version != self.version)
 
 
 class Undo:
@@ -48,15 +55,18 @@ class Entry:
     def __init__(self, state: State, *, copy_gradients: bool, learn_buffers: bool = False) -> None:
         self._state = state
         self._leaves: Leaves = state.leaves()
-        self._buffers = {name: b.detach().clone() for name, b in state.buffers() if name in state.changing}
+        self._buffers = {  # while it is being learned which of them change, all may have to be put back
+            name: b.detach().clone() for name, b in state.buffers() if learn_buffers or name in state.changing
+        }
         self._buffer_digests = {name: digest_of([b]) for name, b in state.buffers()} if learn_buffers else {}
         self._gradients: list[_Gradient] = []
         for _, parameter in state.parameters():
             grad = parameter.grad
             copied = grad.detach().clone() if grad is not None and copy_gradients else None
             kept = grad if copied is not None else None
-            self._gradients.append(_Gradient(parameter, kept, copied, grad._version if grad is not None else 0))
-        self.had_gradients = any(item.kept is not None for item in self._gradients)
+            seen = TensorWeakRef(grad) if grad is not None else None
+            self._gradients.append(_Gradient(parameter, kept, copied, seen, grad._version if grad is not None else 0))
+        self.had_gradients = any(item.seen is not None for item in self._gradients)
 
     def changed_buffers(self) -> tuple[str, ...]:
         """Buffers that are not what they were at the entry. Only where `learn_buffers` was asked for."""
@@ -69,10 +79,7 @@ class Entry:
 
     def carried(self) -> bool:
         """Whether the step added to gradients that were there at its entry, or zeroed them in place."""
-        return any(
-            item.kept is not None and (item.parameter.grad is item.kept or item.kept._version != item.version)
-            for item in self._gradients
-        )
+        return any(item.carried() for item in self._gradients)
 
     def put_back(self) -> None:
         """Make gradients, rank-local buffers, param_groups and objects what they were."""
@@ -88,10 +95,12 @@ class Entry:
 
 
 class GradientPolicy:
-    """Learns whether gradients at a step's entry matter. While unknown, they are copied."""
+    """Learns whether gradients at a step's entry matter. While unknown, they are copied. A script that accumulates
+    over several steps clears them at the start of some: once a step has carried them, they are copied for good."""
 
     def __init__(self) -> None:
         self._copies = True
+        self._carries = False
 
     @property
     def copies(self) -> bool:
@@ -100,5 +109,5 @@ class GradientPolicy:
 
     def learn(self, entry: Entry) -> None:
         """A step that began with `entry` has ended. A step without gradients at its entry teaches nothing."""
-        if entry.had_gradients and self._copies:
-            self._copies = entry.carried()
+        if entry.had_gradients and not self._carries:
+            self._copies = self._carries = entry.carried()

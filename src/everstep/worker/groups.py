@@ -6,8 +6,9 @@ that are filled (zeros inside a step, NaN after the update, an exception outside
 held what this rank holds.
 
 Each collective is one row of `_OPERATIONS`: where its outputs are among its arguments, and how it answers solo. A
-failed or poisoned broadcast leaves a small tensor as it was: it holds valid data before the call (bucket indices,
-configuration), and code that reads it would crash on zeros.
+failed or poisoned broadcast inside a step leaves the tensor as it was, and one outside a small tensor: it holds valid
+data before the call (bucket indices, configuration, DDP's constant buffers), code that reads it would crash on zeros,
+and nobody would put a constant back. After the update its floats are lost like those of any other.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ class Guard(Work):
     """The Work that a collective returns: opened by the inner operation's end or by the stop."""
 
     def __init__(
-        self, communicators: Communicators, generation: int, outputs: Any, fill: Callable[[], None], message: str
+        self, communicators: Communicators, generation: int, outputs: Any, fill: Callable[[], None], operation: str
     ) -> None:
         super().__init__()
+        self.operation = operation
         self.generation = generation
         self.detached = False
         self._communicators = communicators
         self._outputs = outputs
         self._fill = fill
-        self._message = message
         self._once = [True]
         self._settle_once = [True]
         self._released = False
@@ -90,8 +91,6 @@ class Guard(Work):
     def _end(self, error: BaseException | None) -> None:
         if error is None and self._arrived is not None:
             self.source = self._inner._source_rank()
-            if not self._released:
-                self._arrived()
         self._inner = None
         self._communicators.ended(self, error)
 
@@ -105,6 +104,8 @@ class Guard(Work):
             self._poisoned = True
             self._communicators.touched = True
             self._fill()
+        elif self._arrived is not None:  # only with the token in hand: after a stop nobody may write any more
+            self._arrived()
         self._released = True
         self._communicators.open.pop(id(self), None)
         if self._future is not None:
@@ -131,10 +132,10 @@ class Guard(Work):
         if not self._released:
             seconds = timeout.total_seconds() if timeout else 0.0
             if not self._gate.acquire(timeout=seconds if 0 < seconds < _FOREVER_S else -1):
-                raise RuntimeError(f"{self._message} did not end within {seconds:g} s")
+                raise RuntimeError(f"{self.operation} did not end within {seconds:g} s")
             self._gate.release()
         if self._poisoned and self._answer is Answer.RAISE:
-            raise PeerError(self._message)
+            raise PeerError(_broken(self.operation))
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -202,8 +203,20 @@ def _fill(outputs: Any, answer: Answer) -> None:
     for tensor in tensors_of(outputs):
         with torch.no_grad():
             raw = tensor.detach()
-            lost = answer is Answer.NANS and (raw.is_floating_point() or raw.is_complex())
-            raw.fill_(float("nan") if lost else 0)
+            if raw.layout is torch.sparse_coo:
+                raw = raw._values()  # fill_ knows no sparse tensors
+            raw.fill_(float("nan") if answer is Answer.NANS and _is_inexact(raw) else 0)
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _keeps(tensor: torch.Tensor, answer: Answer) -> bool:
+    """Whether a broadcast that lost its peers leaves `tensor` as it was."""
+    if answer is Answer.RAISE:
+        return tensor.numel() * tensor.element_size() <= _KEPT_BROADCAST_BYTES
+    return answer is Answer.ZEROS or not _is_inexact(tensor)
 
 
 # ---------------------------------------------------------------- solo answers
@@ -229,7 +242,8 @@ def _solo_gather(group: OuterGroup, outputs: Any, inputs: Any) -> None:
 
 
 def _solo_gather_single(group: OuterGroup, output: Any, own: Any) -> None:
-    output.detach().view(group.size(), -1).copy_(own.detach().reshape(1, -1).expand(group.size(), -1))
+    if output.numel():
+        output.detach().view(group.size(), -1).copy_(own.detach().reshape(1, -1).expand(group.size(), -1))
 
 
 def _solo_reduce_scatter(group: OuterGroup, outputs: Any, inputs: Any, opts: Any) -> None:
@@ -239,7 +253,8 @@ def _solo_reduce_scatter(group: OuterGroup, outputs: Any, inputs: Any, opts: Any
 
 
 def _solo_reduce_scatter_single(group: OuterGroup, output: Any, own: Any, opts: Any) -> None:
-    output.detach().view(-1).copy_(own.detach().reshape(group.size(), -1)[group.rank()])
+    if output.numel():
+        output.detach().view(-1).copy_(own.detach().reshape(group.size(), -1)[group.rank()])
     _solo_reduce(group, output, opts)
 
 
@@ -303,7 +318,7 @@ class OuterGroup(dist.ProcessGroup):
         if communicators.poisoned or inner is None:
             return self._poisoned(operation, outputs, keep)
         fill = self._filler(outputs, keep)
-        guard = Guard(communicators, generation, outputs, fill, self._broken(operation))
+        guard = Guard(communicators, generation, outputs, fill, operation)
         try:
             work = inner.operation(operation)(*arguments)
         except RuntimeError as error:
@@ -320,29 +335,24 @@ class OuterGroup(dist.ProcessGroup):
     def _poisoned(self, operation: str, outputs: Any, keep: bool) -> Work:
         answer = self._communicators.answer
         if answer is Answer.RAISE:
-            raise PeerError(self._broken(operation))
+            raise PeerError(_broken(operation))
         self._communicators.touched = True
-        if not keep:
-            _fill(outputs, answer)
+        _fill([t for t in tensors_of(outputs) if not (keep and _keeps(t, answer))], answer)
         return Done(outputs, self._other)
 
     def _filler(self, outputs: Any, keep: bool) -> Callable[[], None]:
         answer = self._communicators.answer
-        if keep and sum(t.numel() * t.element_size() for t in outputs) <= _KEPT_BROADCAST_BYTES:
-            saved = [tensor.detach().clone() for tensor in outputs]
+        if not keep:
+            return lambda: _fill(outputs, answer)
+        saved = [(t, t.detach().clone()) for t in outputs if _keeps(t, answer)]
+        lost = [t for t in outputs if not _keeps(t, answer)]
 
-            def put_back() -> None:
-                for tensor, copy in zip(outputs, saved, strict=True):
-                    tensor.detach().copy_(copy)
+        def fill() -> None:
+            _fill(lost, answer)
+            for tensor, copy in saved:
+                tensor.detach().copy_(copy)
 
-            return put_back
-        return lambda: _fill(outputs, answer)
-
-    def _broken(self, operation: str) -> str:
-        return (
-            f"{operation} on group {self.name!r}, outside of a step, lost a peer and cannot be done again; "
-            "move it into the step function"
-        )
+        return fill
 
     # -- identity
 
@@ -486,6 +496,13 @@ class OuterGroup(dist.ProcessGroup):
         return self._run(
             "recv_anysource", tensors, (staged, tag), lambda: _fill(tensors, Answer.ZEROS), arrived
         )
+
+
+def _broken(operation: str) -> str:
+    return (
+        f"a collective ({operation}) outside of a step lost a peer and cannot be done again; move it into the step "
+        "function"
+    )
 
 
 def _lost_peer(operation: str, error: RuntimeError) -> bool:

@@ -32,7 +32,7 @@ class Cell(enum.IntEnum):
 
 
 class Phase(enum.IntEnum):
-    """What a worker is doing. STEP: in the step function, outside the narrower ones below it."""
+    """What a worker is doing. STEP: in the step function, and nothing narrower is known."""
 
     SETUP = 0
     BETWEEN = 1

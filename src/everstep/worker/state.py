@@ -37,6 +37,10 @@ class Leaves(msgspec.Struct, frozen=True, kw_only=True):
 
     values: dict[str, bytes]
 
+    def digest(self) -> bytes:
+        """Equal for equal values, whatever order an object keeps its own in."""
+        return msgspec.msgpack.encode(sorted((name, codec.digest(data)) for name, data in self.values.items()))
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that is stored here: itself, or a DTensor's local shard."""
@@ -65,6 +69,8 @@ class State:
     def _place(self, name: str, thing: Any) -> None:
         if "/" in name:
             raise UserError(f"protect(): the name {name!r} must not contain '/'")
+        if name in self.modules or name in self.optimizers or name in self.objects:
+            raise UserError(f"protect(): two things are named {name!r} (items of a list are named by their place)")
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
@@ -182,6 +188,8 @@ class State:
     @staticmethod
     def _load_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
         for group, values in zip(optimizer.param_groups, saved, strict=True):
+            for key in [key for key in group if key != "params" and key not in values]:
+                del group[key]
             for key, value in values.items():
                 present = group.get(key)
                 if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -228,6 +236,12 @@ class State:
                     f"{name} is {spec.dtype} {spec.shape} on the running ranks, but this process has {has}; "
                     "the script must build the same model each time it runs"
                 )
+        extra = [name for name, _ in self.parameters() if name not in wanted]
+        if extra:
+            raise UserError(
+                f"{extra[0]} is a parameter of this process, but not of the running ranks; the script must build the "
+                "same model each time it runs"
+            )
         return [targets[spec.name] for spec in manifest]
 
     def _optimizer_tensor(self, prefix: str, parameter: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -252,7 +266,7 @@ class State:
         """Name to digest of every tensor and value that replicas must hold alike."""
         found = {spec.name: digest_of([tensor]) for spec, tensor in self.replicas()}
         for name, value in self.leaves().values.items():
-            found[name] = xxhash.xxh3_128_hexdigest(value)
+            found[name] = codec.digest(value)
         return found
 
     def manifest_digest(self) -> str:

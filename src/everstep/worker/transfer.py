@@ -105,7 +105,7 @@ def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) 
     replicas = state.replicas(gradients)
     tensors = [tensor for _, tensor in replicas]
     leaves = state.leaves()
-    digest = digest_of(tensors, msgspec.msgpack.encode(leaves))
+    digest = digest_of(tensors, leaves.digest())
     stream = Stream(tensors)
     for sink in sorted(sinks):
         request = torch.zeros(2, dtype=torch.int64)
@@ -148,7 +148,7 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
                 work.wait()
                 stream.write(start, data)
     state.load_leaves(leaves)
-    digest = digest_of(targets, msgspec.msgpack.encode(state.leaves()))
+    digest = digest_of(targets, state.leaves().digest())
     for source, header in zip(sources, headers, strict=True):
         if header.digest != digest:
             raise ReceiptError(
