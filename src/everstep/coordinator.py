@@ -137,6 +137,7 @@ class CoordinatorShell:
         self._exchanges: dict[tuple[int, str], _Exchange] = {}
         self._oldest_exchanged = 0
         self._note_keys: set[str] = set()
+        self._logged: dict[int, int] = {}
 
     # ------------------------------------------------------------ what comes in
 
@@ -241,8 +242,9 @@ class CoordinatorShell:
             case messages.Protect():
                 self._rng_keys[rank] = message.rng_key
             case messages.Commit():
-                if message.log:
-                    self._effects.metrics(rank, message.step, message.log)
+                if message.step > self._logged.get(rank, 0):  # else a successor says it again
+                    self._logged[rank] = message.step
+                    self._log(rank, message.log)
                 if message.record is not None:
                     self._effects.trace(rank, message.step, message.record)
                 fired = self._fired.get(member)
@@ -250,6 +252,8 @@ class CoordinatorShell:
                     del self._fired[
                         member
                     ]  # it did no harm that shows; a later failure is another's
+            case messages.Close():
+                self._log(rank, message.log)
             case messages.Finish():
                 self._effects.digests(rank, message.digests)
 
@@ -333,7 +337,13 @@ class CoordinatorShell:
     def _capsule(self, rank: int, plan: Plan) -> bytes | None:
         if plan.ranks[rank].decision is not Decision.FETCH:
             return None
-        return self._capsules.get(rank, {}).get(plan.step)
+        kept = self._capsules.get(rank, {})
+        newest = max((step for step in kept if step <= plan.step), default=None)
+        return None if newest is None else kept[newest]
+
+    def _log(self, rank: int, log: Mapping[int, Mapping[str, float]]) -> None:
+        for step, scalars in log.items():
+            self._effects.metrics(rank, step, scalars)
 
     def _heritage(self, rank: int) -> Heritage:
         return Heritage(

@@ -134,6 +134,23 @@ def test_a_step_that_only_the_dead_had_committed_is_made_again_from_the_script()
     assert driver.journal("incident_closed")[0]["state_from"] == "script"
 
 
+def test_a_step_that_only_one_had_committed_is_made_again_when_it_dies_while_it_serves() -> None:
+    driver = Driver(2).running(0)
+    driver.commit(0, 1)
+    driver.die(1)
+    driver.park(0, 1)
+    driver.join(1)
+    assert driver.one(do.SendRegroup).plan.step == 1
+    driver.die(0)
+    driver.park(1, 0, torn=True)
+    assert driver.coordinator.phase == "setting up"
+    driver.die(0)
+    driver.die(1)
+    driver.set_up()
+    driver.run_to(1)
+    assert driver.journal("incident_closed")[0]["state_from"] == "script"
+
+
 # -------------------------------------------------------------------- respawn and retry
 
 
@@ -231,6 +248,38 @@ def test_a_rank_that_is_behind_takes_the_step_that_a_peer_has_committed() -> Non
     assert driver.journal("incident_closed")[0]["steps_lost"] == 0
 
 
+def test_a_step_that_all_had_committed_and_that_is_gone_counts_as_lost() -> None:
+    driver = Driver(2).running(6)
+    driver.fault(0, 7, broken())
+    driver.park(0, 5)
+    driver.park(1, 5)
+    assert driver.one(do.SendRegroup).plan.step == 5
+    driver.fault(1, 6, broken())
+    assert driver.journal("incident_cause")[0]["step"] == 6
+    driver.park(0, 5)
+    driver.park(1, 5)
+    driver.regroup()
+    driver.run_to(6, first=6)
+    assert driver.journal("incident_closed")[0]["steps_lost"] == 1
+    assert [line["step"] for line in driver.journal("step")][-2:] == [6, 6]
+
+
+def test_state_that_a_peer_gave_in_an_earlier_attempt_still_came_from_a_peer() -> None:
+    driver = Driver(2).running(4)
+    driver.die(1)
+    driver.park(0, 4)
+    driver.join(1)
+    driver.regroup()
+    driver.fault(0, 5, broken())
+    driver.park(0, 4)
+    driver.park(1, 4)
+    driver.regroup()
+    driver.run_to(5, first=5)
+    (closed,) = driver.journal("incident_closed")
+    assert (closed["rung"], closed["state_from"]) == ("respawn", "peer")
+    assert closed["reason"] == "ranks 0, 1 redo step 5 from their own memory"
+
+
 def test_stale_words_change_nothing() -> None:
     driver = Driver(2).running(4)
     driver.die(1)
@@ -243,6 +292,7 @@ def test_stale_words_change_nothing() -> None:
         ev.Regrouped(rank=0, incarnation=1, generation=0),
         ev.Restored(rank=0, incarnation=1, generation=0, ok=True),
         ev.Started(rank=7, incarnation=1, pid=1),
+        ev.Started(rank=0, incarnation=1, pid=1),
     ):
         assert driver.tell(stale) == [], stale
     assert driver.incarnations == [1, 2]
@@ -301,6 +351,9 @@ def test_a_death_in_the_regroup_stops_the_new_generation() -> None:
     driver.park(1, 0, torn=True)
     driver.join(2)
     assert driver.one(do.SendRegroup).generation == 2
+    assert [line["generation"] for line in driver.journal("stopped")] == [0, 1]
+    assert [line["generation"] for line in driver.journal("ready")] == [0, 1]
+    assert [line["generation"] for line in driver.journal("planned")] == [1, 2]
     driver.regroup()
     driver.run_to(5, first=5)
     assert len(driver.journal("incident_closed")) == 1

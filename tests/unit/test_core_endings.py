@@ -77,6 +77,37 @@ def test_a_death_after_the_closing_fence_is_survived() -> None:
     assert driver.ended.exit_code == 0
 
 
+def test_those_that_have_passed_the_closing_fence_need_not_pass_it_again() -> None:
+    driver = Driver(2).running(3)
+    close_all(driver, 3)
+    driver.die(1)
+    driver.park(0, 3)
+    driver.join(1)
+    driver.regroup()
+    driver.close(1, 3)
+    assert len(driver.journal("incident_closed")) == 1
+
+
+def test_a_script_without_a_loop_has_no_closing_fence() -> None:
+    driver = Driver(2).running(3)
+    driver.finish(0)
+    driver.finish(1)
+    assert driver.ended.exit_code == 0
+    assert not driver.journal("closed")
+
+
+def test_a_loop_without_steps_is_closed_again_after_a_start_again() -> None:
+    driver = Driver(2)
+    driver.set_up()
+    close_all(driver, 0)
+    driver.die(1)
+    driver.die(0)
+    driver.set_up()
+    close_all(driver, 0)
+    assert driver.one(do.SendClosed).to == ((0, 2), (1, 2))
+    assert len(driver.journal("incident_closed")) == 1
+
+
 def test_one_that_closes_while_it_is_stopped_asks_again() -> None:
     driver = Driver(2).running(3)
     close_all(driver, 3)
@@ -272,6 +303,21 @@ def test_progress_gives_the_budget_back() -> None:
         recover(driver, step - 1, died=1)
         driver.run_to(step, first=step)
     assert not driver.got(do.End, everything=True)
+
+
+def test_progress_gives_the_budget_of_joiners_back() -> None:
+    driver = Driver(2, max_failures_without_progress=2).running(4)
+    for step in range(5, 9):
+        driver.die(1)
+        driver.die(1)
+        recover(driver, step - 1, died=1)
+        driver.run_to(step, first=step)
+    assert not driver.got(do.End, everything=True)
+    for _ in range(2):
+        driver.die(1)
+    assert not driver.got(do.End, everything=True)
+    driver.die(1)
+    assert driver.ended.exit_code == 137
 
 
 def test_many_ranks_that_die_together_are_one_failed_attempt() -> None:

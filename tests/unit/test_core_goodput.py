@@ -154,6 +154,13 @@ def test_a_failure_in_the_recovery_makes_the_last_boundaries_count() -> None:
     assert entry.total_s == 8.0
 
 
+def test_a_cut_in_a_second_attempt_counts_for_the_stage_of_that_attempt() -> None:
+    again = [line(15.0, "stopped", incident=1, generation=1), line(16.0, "note", key="k")]
+    (entry,) = fold([*HEAD, FIRED, OPENED, *RECOVERY[:5], *again]).incidents
+    assert entry.stages[Stage.STOP] == 5.5
+    assert entry.stages[Stage.START] == 1.0
+
+
 def test_boundaries_out_of_order_are_moved_up() -> None:
     late = [line(12.0, "stopped", incident=1), line(11.0, "ready", incident=1), *RECOVERY[2:]]
     (entry,) = fold([*HEAD, FIRED, OPENED, *late]).incidents

@@ -474,6 +474,44 @@ def test_another_threads_frame_is_not_read() -> None:
     assert bench.names == {}
 
 
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (make_detached, "tensor(nan)"),
+        (make_item, "nan"),
+        (make_alias, "(tensor(nan), tensor(nan))"),
+        (make_named_tuple, "None"),
+        (make_computed, "tensor(nan)"),
+        (
+            make_nested,
+            "{'loss': tensor(nan), 'more': [None, (None, None), {'t': tensor([[nan, nan, nan],\n"
+            "        [nan, nan, nan]])}], 'none': None, 'empty': []}",
+        ),
+    ],
+)
+def test_a_lost_result_has_the_form_of_the_others_and_no_value(make: Any, wanted: str) -> None:
+    bench = Bench(make)
+    assert bench.reader.placeholder() is None
+    bench.run(1)
+    for _ in range(2):
+        assert repr(bench.reader.placeholder()) == wanted
+
+
+def test_a_result_that_changes_its_form_is_learned_anew() -> None:
+    def make(gate: Callable[[], None]) -> Callable[[int], Any]:
+        def step_function(step: int) -> Any:
+            zero, one = 0, step - 1
+            gate()
+            return [one] if step == 1 else [zero, one, zero]
+
+        return step_function
+
+    bench = Bench(make)
+    for step in range(1, 5):
+        result = bench.run(step)
+        assert bench.predicted in (None, encode_result(result)) or step == 2
+
+
 # ---------------------------------------------------------------- the small parts
 
 
@@ -496,7 +534,7 @@ def test_contents_travel() -> None:
         candidates={"loss": codec.encode(torch.tensor(1.0), "loss")},
         buffers={},
         state=codec.encode({"best": float("inf")}, "run.state"),
-        log={"x": 1.0},
+        log={3: {"x": 1.0}},
         fence=None,
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(contents), type=Contents) == contents

@@ -113,21 +113,19 @@ def test_a_udp_socket_on_the_same_port_is_no_connection(stack: ExitStack) -> Non
     udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     udp.bind(_address(listener))
     assert sockets.shut(_address(listener), frozenset()) == 0
-    assert sockets.count(_address(listener), frozenset()) == 1
+    assert sockets.connected(_address(listener), frozenset()) == 0
 
 
-def test_the_count_is_of_connections_and_the_listener(stack: ExitStack) -> None:
+def test_the_count_is_of_connections(stack: ExitStack) -> None:
     own, peer = _listener(stack), _listener(stack)
-    peers = frozenset({_address(peer)})
-    assert sockets.count(_address(own), peers) == 1
+    at, peers = _address(own), frozenset({_address(peer)})
+    assert sockets.connected(at, peers) == 0
     _, accepted = _connect(stack, own)
     ours, _ = _connect(stack, peer)
-    assert sockets.count(_address(own), peers) == 3
+    assert sockets.connected(at, peers) == 2
     accepted.close()
     ours.close()
-    assert sockets.count(_address(own), peers) == 1
-    own.close()
-    assert sockets.count(_address(own), peers) == 0
+    assert sockets.connected(at, peers) == 0
 
 
 def test_shutting_twice_and_after_the_far_end_left_is_harmless(stack: ExitStack) -> None:
@@ -160,7 +158,7 @@ def test_a_descriptor_that_is_gone_or_reused_is_looked_at_again(
     stack.callback(os.close, read)
     monkeypatch.setattr(sockets, "_descriptors", lambda: [ours.fileno(), read, write, 10_000])
     assert sockets.shut(_address(own), frozenset()) == 0
-    assert sockets.count(_address(own), frozenset()) == 0
+    assert sockets.connected(_address(own), frozenset()) == 0
     assert _alive(ours, theirs)
 
 
@@ -169,6 +167,6 @@ def test_nothing_is_left_open(stack: ExitStack) -> None:
     _connect(stack, listener)
     before = os.listdir("/proc/self/fd")
     sockets.listening_addresses()
-    sockets.count(_address(listener), frozenset())
+    sockets.connected(_address(listener), frozenset())
     sockets.shut(_address(listener), frozenset())
     assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -282,12 +282,12 @@ def test_one_changed_bit_anywhere_changes_the_digest(data: st.DataObject) -> Non
 
 
 def test_the_manifest_digest_sees_names_shapes_and_dtypes() -> None:
-    def digest(net: torch.nn.Module) -> str:
-        return State({"model": net, "optimizer": plain_sgd(net)}).manifest_digest()
+    def digest(net: torch.nn.Module, data: str = "d") -> str:
+        return State({"model": net, "optimizer": plain_sgd(net)}).manifest_digest(data)
 
     same = digest(Net())
     assert digest(Net()) == same
-    assert len({same, digest(Net(4)), digest(Net().double())}) == 3
+    assert len({same, digest(Net(4)), digest(Net().double()), digest(Net(), "e")}) == 4
 
 
 def test_a_digest_is_one_of_content_not_of_layout() -> None:

@@ -158,12 +158,7 @@ class Coordinator:
             job.doom(member, f"it cannot go on: {event.cause.text}")
 
     def _on_parked(self, member: Member, holding: Holding) -> None:
-        if member.status is Status.PARKED:
-            return
-        if member.joining:
-            # It holds what its script made, whatever it says: never a source.
-            holding = self._job.nothing(member.rank)
-        elif member.distrusted:
+        if member.distrusted:
             holding = replace(holding, torn=True)
         member.status, member.holding, member.deadline_s = Status.PARKED, holding, None
         self._job.out.parked(member, holding, self._job.generation)

@@ -69,9 +69,8 @@ class Job:
         return self.membership.generation
 
     def step_of(self, member: Member) -> int:
-        """The step that is under way where `member` stands; a joiner stands with the incident."""
-        if member.joining and self.incident is not None:
-            return self.incident.step
+        """The step that is under way where `member` stands; a joiner stands where its predecessor
+        did."""
         return self.committed[member.rank] + 1
 
     def nothing(self, rank: int) -> Holding:
@@ -115,7 +114,6 @@ class Job:
         self.phase, self.closed, self.stop_seen = Phase.SETTING_UP, False, False
         self.deadline_s = self.now_s + self.policy.setup_timeout_s
         self.committed = [0] * self.world_size
-        self.protected.clear()
         self.plan = None
         everybody = verb(range(self.world_size), "starts", "start")
         self.incident.start_again(f"{reason}; {everybody} again from the script")

@@ -95,6 +95,7 @@ def _settle_stop(job: Job) -> None:
         return
     if not job.stop_seen and job.incident is not None:
         _see_stopped(job, job.incident)
+    # A joiner holds what its script made, whatever it says: only survivors have state.
     held = {member.rank: member.holding for member in survivors}
     outcome = plan([held.get(rank) or job.nothing(rank) for rank in range(job.world_size)])
     if isinstance(outcome, Lost):
@@ -184,8 +185,6 @@ def _see_ready(job: Job, incident: Incident) -> None:
 def _settle_steps(job: Job) -> None:
     """Write the steps that every rank has committed."""
     done = min(job.committed)
-    if done > job.recorded and job.phase is Phase.RUNNING:
-        job.budget.progress()
     job.recorded = min(job.recorded, done)
     while job.recorded < done:
         job.recorded += 1

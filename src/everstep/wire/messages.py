@@ -193,12 +193,12 @@ class Capsule(Message):
 
 
 class Commit(Message):
-    """Step `step` is committed here. `log`: scalars logged since the last commit. `record`: for `prove`."""
+    """Step `step` is committed here. `log`: scalars logged since the last commit, by the step they belong to. `record`: for `prove`."""
 
     generation: int
     step: int
     t: float
-    log: dict[str, float]
+    log: dict[int, dict[str, float]]
     record: bytes | None
 
 
@@ -255,10 +255,11 @@ class Receipt(Message):
 
 
 class Close(Message):
-    """The loop has ended after `step` committed steps; waiting for all others."""
+    """The loop has ended after `step` committed steps; waiting for all others. `log`: as in `Commit`."""
 
     generation: int
     step: int
+    log: dict[int, dict[str, float]] = {}
 
 
 class Finish(Message):

@@ -40,7 +40,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     candidates: dict[str, bytes]
     buffers: dict[str, bytes]
     state: bytes
-    log: dict[str, float]
+    log: dict[int, dict[str, float]]
     fence: str | None
 
 
@@ -124,6 +124,7 @@ class ResultReader:
         self._code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
         self._thread_id = thread_id
         self._sources: list[_Source] | None = None
+        self._lost: list[Any] = []
         self._skeleton: Any = None
         self.failed = self._code is None
 
@@ -167,12 +168,19 @@ class ResultReader:
                     found[name] = codec.encode(value, name)
         return found
 
+    def placeholder(self) -> Any:
+        """What stands for a result that is lost: NaN where numbers were, so that nobody takes it for a value."""
+        if self._skeleton is None and not self._lost:  # no return was ever seen
+            return None
+        return _rebuild(self._skeleton, list(self._lost))
+
     def learn(self, result: Any, names: dict[str, Any]) -> None:
         """The function returned `result`; just before, its local variables were `names`."""
         sources: list[_Source] = []
         leaves = flatten(result)
         skeleton = _rebuild(result, [None] * len(leaves))
         narrowed = self._sources if self._sources is not None and self._skeleton == skeleton else None
+        self._skeleton, self._lost = skeleton, [_lost(leaf) for leaf in leaves]
         self.failed = encode_result(result) is None
         for index, leaf in enumerate(leaves):
             known = narrowed[index].names if narrowed else None
@@ -184,7 +192,15 @@ class ResultReader:
             number = leaf is not None and not isinstance(leaf, torch.Tensor)
             sources.append(_Source(fitting if leaf is not None else (), number))
         if not self.failed:
-            self._sources, self._skeleton = sources, skeleton
+            self._sources = sources
+
+
+def _lost(leaf: Any) -> Any:
+    """NaN in the form of `leaf`; what cannot be NaN becomes None, or zeros."""
+    if isinstance(leaf, torch.Tensor):
+        able = leaf.is_floating_point() or leaf.is_complex()
+        return torch.full(leaf.shape, float("nan") if able else 0, dtype=leaf.dtype)
+    return float("nan") if isinstance(leaf, float) else None
 
 
 def encode_result(result: Any) -> bytes | None:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from everstep.worker.groups import Guard, OuterGroup
 
 
+_PROMPT_S = 0.05  # within which an aborted operation ends, unless gloo has lost it
+_INNER_THREADS = 2  # that gloo runs a group's operations on
+
+
 class Answer(enum.Enum):
     """What a poisoned collective does to its caller."""
 
@@ -191,33 +195,38 @@ class Communicators:
 
     def quiesce(self, timeout_s: float) -> None:
         """After a stop: wait until no aborted operation can write to the script's tensors any more, then hand the old
-        inner groups to the reaper. Raises QuiesceTimeout."""
-        deadline = time.monotonic() + timeout_s
-        self.drain()  # a guard that another thread is just opening
-        with self._changed:
-            while self._running:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    names = ", ".join(sorted(guard.operation for guard in self._running.values()))
-                    raise QuiesceTimeout(
-                        f"aborted collectives did not end within {timeout_s:g} s: {names}"
-                    )
-                self._changed.wait(left)
-        for group in self.groups:
-            self._take_down(group)
+        inner groups to the reaper. Raises QuiesceTimeout.
 
-    def _take_down(self, group: OuterGroup) -> None:
-        with self._lock:
+        gloo loses a send whose socket breaks at the wrong moment: its thread then sits out the operation's time-out.
+        Such a thread can do no harm once the group's connections are closed, so it is left behind; only operations
+        that may still be queued behind it (a group has two threads) could write, and are waited for.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._wait_idle(min(_PROMPT_S, timeout_s)):
+            inners = [group.inner for group in self.groups if group.inner is not None]
+            while not all(inner.silent() for inner in inners) and time.monotonic() < deadline:
+                self._wait_idle(_PROMPT_S)
+            while not self._wait_idle(_PROMPT_S):
+                with self._lock:
+                    left = [guard.operation for guard in self._running.values()]
+                    if len(left) <= _INNER_THREADS:
+                        self._running.clear()
+                        break
+                if time.monotonic() >= deadline:
+                    names = ", ".join(sorted(left))
+                    raise QuiesceTimeout(f"aborted collectives did not end in {timeout_s:g} s: {names}")
+        for group in self.groups:
             inner, group.inner = group.inner, None
-        if inner is not None:
-            self._reap(inner)
+            if inner is not None:
+                self._reap(inner)
+
+    def _wait_idle(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, timeout_s)
 
     def _reap(self, inner: Inner) -> None:
-        destroy = getattr(inner, "destroy", None)
-        if destroy is None:
-            return
         self._reapers = [thread for thread in self._reapers if thread.is_alive()]
-        reaper = threading.Thread(target=destroy, name="everstep-reaper", daemon=True)
+        reaper = threading.Thread(target=inner.destroy, name="everstep-reaper", daemon=True)
         self._reapers.append(reaper)
         reaper.start()
 
@@ -239,10 +248,10 @@ class Communicators:
         with self._lock:
             if group in self.groups:
                 self.groups.remove(group)
-            inner = group.inner
+            inner, group.inner = group.inner, None
         if inner is not None:
             inner.abort()
-            self._take_down(group)
+            self._reap(inner)
 
     def rebuild(self, generation: int) -> None:
         """Build the inner groups of all outer groups under `generation`. Blocks. Raises Stopped if it is stopped."""

@@ -199,6 +199,39 @@ class Done(Work):
         return self._source
 
 
+class Several(Work):
+    """Collectives that are waited for as one."""
+
+    def __init__(self, works: list[Work], outputs: Any) -> None:
+        super().__init__()
+        self._works = works
+        self._outputs = outputs
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda _: self._outputs)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
 def _fill(outputs: Any, answer: Answer) -> None:
     for tensor in tensors_of(outputs):
         with torch.no_grad():
@@ -428,6 +461,12 @@ class OuterGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """What functional collectives and DTensor call. gloo's Python side has none, so it is one by one."""
+        return Several([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         return self._run(
@@ -447,6 +486,11 @@ class OuterGroup(dist.ProcessGroup):
         )
 
     _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        return Several([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         opts = opts or dist.GatherOptions()

@@ -35,8 +35,12 @@ class Inner(Protocol):
         """Wake everything that waits in the group, on any thread. Does not block for long."""
         ...
 
-    def gone(self) -> bool:
-        """Whether nothing of it is left in this process. Only after the last reference was dropped."""
+    def silent(self) -> bool:
+        """Whether all its connections are closed, so that nothing can arrive in anybody's memory any more."""
+        ...
+
+    def destroy(self) -> None:
+        """Drop it, once. May block; called on a reaper thread."""
         ...
 
 
@@ -149,8 +153,8 @@ class GlooInner:
     def abort(self) -> None:
         sockets.shut(self._own, self._store.peers)
 
-    def gone(self) -> bool:
-        return sockets.count(self._own, self._store.peers) == 0
+    def silent(self) -> bool:
+        return sockets.connected(self._own, self._store.peers) == 0
 
     def destroy(self) -> None:
         """Drop the group, once. Blocks until gloo's threads have ended; call it on a reaper thread."""

@@ -117,19 +117,19 @@ class Run:
         if worker.state is not None:
             raise UserError("protect() was called twice; name everything in one call")
         sources = [name for name, thing in things.items() if isinstance(thing, BatchSource)]
+        if len(sources) > 1:
+            raise UserError(f"protect() got several data sources ({', '.join(sources)}); a run reads from one")
         for name in sources:
             worker.source = things.pop(name)
         state = State(things)
         worker.wrappers.check()
         worker.rng_key = worker.spec.rng_key or rng.make_key()
-        digests = {} if worker.joining else state.digests()
-        if worker.source is not None:
-            digests["data"] = worker.source.identity
+        data = worker.source.identity if worker.source is not None else ""
         worker.control.send(
             messages.Protect(
                 shard=_SHARD,
-                manifest=state.manifest_digest(),
-                digests={} if worker.joining else digests,
+                manifest=state.manifest_digest(data),
+                digests={} if worker.joining else state.digests(),
                 rng_key=worker.rng_key,
             )
         )
@@ -191,7 +191,10 @@ class Run:
         while True:
             generation = worker.communicators.generation
             if not worker.communicators.poisoned:
-                worker.control.send(messages.Close(generation=generation, step=worker.committed))
+                log, worker.log = worker.log, {}
+                worker.control.send(
+                    messages.Close(generation=generation, step=worker.committed, log=log)
+                )
                 try:
                     worker.control.take(messages.Closed, PATIENCE_S, generation=generation)
                     break
@@ -243,10 +246,13 @@ class Run:
         return result
 
     def log(self, **scalars: float) -> None:
-        """Note scalars for the step under way, or the one just done; they are written when a step commits, once,
-        however often the step was tried. Reads tensors' values, which waits for a device."""
+        """Note scalars for the step under way, or the one just done; they are written with the next commit, once,
+        however often a step was tried. Reads tensors' values, which waits for a device."""
+        worker = self._worker
+        in_step = self._step is not None and self._step.under_way
+        entry = worker.log.setdefault(worker.committed + in_step, {})
         for name, value in scalars.items():
-            self._worker.log[name] = float(value)
+            entry[name] = float(value)
 
 
 class _Batches(Iterator[Any]):

@@ -59,7 +59,7 @@ class Worker:
         self.drawn: Drawn | None = None
         self.closed = False
         self.values: dict[str, Any] = {}
-        self.log: dict[str, float] = {}
+        self.log: dict[int, dict[str, float]] = {}
 
     @property
     def world(self) -> OuterGroup:

@@ -88,13 +88,10 @@ def shut(own: Address, peers: frozenset[Address]) -> int:
     return count
 
 
-def count(own: Address, peers: frozenset[Address]) -> int:
-    """How many connections of the communicator are still open here, its listening socket counted in."""
+def connected(own: Address, peers: frozenset[Address]) -> int:
+    """How many connections of the communicator are still open in this process."""
     total = 0
     for number in _descriptors():
         with _duplicate(number) as sock:
-            if sock is None:
-                continue
-            listens = _is_listening(sock) and sock.getsockname()[:2] == own
-            total += listens or _belongs(sock, own, peers)
+            total += sock is not None and _belongs(sock, own, peers)
     return total

@@ -269,13 +269,14 @@ class State:
             found[name] = codec.digest(value)
         return found
 
-    def manifest_digest(self) -> str:
-        """One digest over names, shapes and dtypes of modules, and the names of everything."""
+    def manifest_digest(self, data: str) -> str:
+        """One digest over names, shapes and dtypes of modules, the names of everything, and where the data comes
+        from (`data`): what all ranks, and all incarnations of a rank, must have alike."""
         names = [
             (name, str(t.dtype), tuple(local(t.detach()).shape))
             for name, t in [*self.parameters(), *self.buffers()]
         ]
-        text = repr((names, sorted(self.optimizers), sorted(self.objects)))
+        text = repr((names, sorted(self.optimizers), sorted(self.objects), data))
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 

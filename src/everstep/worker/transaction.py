@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from everstep.data.loader import Batch
 from everstep.errors import UserError
 from everstep.types import Decision
 from everstep.wire import messages
@@ -58,7 +60,7 @@ class Attempt:
         self.fence: str | None = None  # as agreed in this very attempt
         self.collectives = 0  # how many came before the last gate
         self.outcome: Outcome | None = None  # a recovery inside the gate that did not let the update pass
-        self.log: dict[str, float] = {}  # what was logged before the step
+        self.log: dict[int, dict[str, float]] = {}  # what was logged before the step
         self.values = b""  # run.state before the step
         self.captured: Contents | None = None  # the capsule as it was sent last
         self.captured_names: dict[str, Any] = {}  # the function's variables at that moment
@@ -78,7 +80,9 @@ class Step:
         self._gradients = GradientPolicy()
         self._attempt: Attempt | None = None
         self._updates = 1  # updates in a step, as learned
-        self._collectives = 1  # collectives in a step, as learned: the capsule goes out before the last
+        # How many collectives recent steps had before their update. The capsule goes out before the
+        # last one; after a regroup DDP has some more once, so the fewest count.
+        self._counts: deque[int] = deque([1], maxlen=4)
         self._fence: str | None = None  # as agreed: none or early
         self._wants_fence = False
         self.began = False
@@ -87,6 +91,11 @@ class Step:
         register_optimizer_step_post_hook(self._after_update)
 
     # ------------------------------------------------------------ the call
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the function is running."""
+        return self._attempt is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         worker = self._worker
@@ -107,7 +116,7 @@ class Step:
         self.began = True
         batch = drawn.batch
         while True:
-            result, outcome = self._try(drawn.step, args, kwargs, batch.samples, batch.value)
+            result, outcome = self._try(drawn.step, args, kwargs, batch)
             if outcome is None:
                 return result
             if outcome.step == drawn.step:
@@ -118,12 +127,13 @@ class Step:
             batch = fresh
 
     def _try(
-        self, step: int, args: Any, kwargs: Any, samples: tuple[int, ...] | None, value: Any
+        self, step: int, args: Any, kwargs: Any, batch: Batch
     ) -> tuple[Any, Outcome | None]:
         """One attempt: (result, None) if it committed, (None, outcome) if it has to be done again or was overtaken."""
         worker = self._worker
         if worker.communicators.poisoned:  # the stop came between the steps
             return None, self.recover_between()
+        samples = _samples_of(batch) if worker.spec.record else None
         attempt = self._begin(step)
         error: BaseException | None = None
         result = None
@@ -145,9 +155,9 @@ class Step:
             worker.communicators.before_launch = None
             worker.communicators.answer = Answer.RAISE
         if error is None and attempt.passed and attempt.undo is None:
-            return self._finish(attempt, result, samples, value)
+            return self._finish(attempt, result, samples)
         if error is None and attempt.passed and self._clean():
-            return self._finish(attempt, result, samples, value)
+            return self._finish(attempt, result, samples)
         return None, self._failed(attempt, error)
 
     def _begin(self, step: int) -> Attempt:
@@ -157,7 +167,7 @@ class Step:
         learning = step <= _LEARNING_STEPS
         entry = Entry(worker.state, copy_gradients=self._gradients.copies, learn_buffers=learning)
         attempt = self._attempt = Attempt(step, entry, rehearsal=False)
-        attempt.log = dict(worker.log)
+        attempt.log = {step: dict(entry) for step, entry in worker.log.items()}
         attempt.values = codec.encode(worker.values, "run.state")
         attempt.fence = self._fence
         communicators.trace.clear()
@@ -175,7 +185,7 @@ class Step:
     # ------------------------------------------------------------ commit
 
     def _finish(
-        self, attempt: Attempt, result: Any, samples: tuple[int, ...] | None, value: Any
+        self, attempt: Attempt, result: Any, samples: Any
     ) -> tuple[Any, Outcome | None]:
         worker = self._worker
         if worker.communicators.touched:
@@ -186,8 +196,9 @@ class Step:
             )
         self._learn(attempt, result)
         self._fence = attempt.fence
+        self._complete_capsule(attempt, result)
         log, worker.log = worker.log, {}
-        record = _record(result, samples, value) if worker.spec.record else None
+        record = _record(result, samples) if worker.spec.record else None
         self._commit(attempt.step, log, record)
         if not self._recovery.advanced():
             # Stopped again while serving after an advance: this rank holds the step, so it keeps it.
@@ -195,7 +206,7 @@ class Step:
             assert outcome.step == attempt.step, "a rank never goes back below what it committed"
         return result, None
 
-    def _commit(self, step: int, log: dict[str, float], record: bytes | None) -> None:
+    def _commit(self, step: int, log: dict[int, dict[str, float]], record: bytes | None) -> None:
         worker = self._worker
         worker.committed = step
         worker.phase(Phase.BETWEEN)
@@ -213,7 +224,7 @@ class Step:
     def _learn(self, attempt: Attempt, result: Any) -> None:
         worker = self._worker
         assert worker.state is not None
-        self._collectives = max(1, attempt.collectives)
+        self._counts.append(max(1, attempt.collectives))
         self._tail = len(worker.communicators.trace) > attempt.collectives
         if attempt.entry is not None:
             self._gradients.learn(attempt.entry)
@@ -223,16 +234,15 @@ class Step:
                 worker.state.changing = attempt.entry.changed_buffers()
             self._updates = max(1, attempt.updates)
         names = attempt.gate_names or attempt.captured_names
-        if not self._reader.failed and not self._reader.knows(names):
+        if names and not self._reader.failed and not self._reader.knows(names):
             self._reader.learn(result, names)
             if not self._reader.knows(attempt.last_names or names):
                 self._wants_fence = True
         if self._reader.failed:
             self._result_unknown()
             return
-        if attempt.rehearsal or attempt.captured is None or attempt.captured.result is None:
-            return
-        if attempt.captured.result != encode_result(result):
+        sent = attempt.captured.result if attempt.captured is not None else None
+        if not attempt.rehearsal and sent is not None and sent != encode_result(result):
             self._reader.failed = True
             self._result_unknown()
 
@@ -240,7 +250,7 @@ class Step:
         self._worker.note(
             "result-unknown",
             "what the step function returns can't be told before it returns; should this rank die between its last "
-            "collective and its return, its replacement gets None for that one step. Return a local variable, as in "
+            "collective and its return, its replacement gets NaN for that one step. Return a local variable, as in "
             "`return loss.detach()`, of plain data up to 1 MiB",
         )
 
@@ -248,7 +258,11 @@ class Step:
 
     def _before_collective(self, index: int) -> None:
         attempt = self._attempt
-        if attempt is not None and not attempt.passed and index + 1 >= self._collectives:
+        if attempt is None or attempt.passed:
+            return
+        if attempt.rehearsal:
+            attempt.captured_names = attempt.last_names = self._reader.locals()
+        elif index + 1 >= min(self._counts):
             self._capture(attempt)
             attempt.last_names = attempt.captured_names
 
@@ -278,6 +292,18 @@ class Step:
         )
         attempt.captured = contents
         worker.control.send(messages.Capsule(step=attempt.step, payload=msgspec.msgpack.encode(contents)))
+
+    def _complete_capsule(self, attempt: Attempt, result: Any) -> None:
+        """Now that the step has returned: send the capsule again, if what it said of the result was not this."""
+        encoded = encode_result(result)
+        if attempt.captured is None:
+            self._capture(attempt)
+        assert attempt.captured is not None
+        if attempt.captured.result != encoded:
+            whole = msgspec.structs.replace(attempt.captured, result=encoded, candidates={})
+            self._worker.control.send(
+                messages.Capsule(step=attempt.step, payload=msgspec.msgpack.encode(whole))
+            )
 
     def _before_update(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         attempt = self._attempt
@@ -386,7 +412,7 @@ class Step:
             attempt.undo.put_back()
         if attempt.entry is not None:
             attempt.entry.put_back()
-        worker.log = dict(attempt.log)
+        worker.log = attempt.log
         worker.values.clear()
         worker.values.update(codec.decode(attempt.values))
 
@@ -400,9 +426,9 @@ class Step:
         assert worker.state is not None
         capsule = outcome.capsule
         result = None
-        log: dict[str, float] = {}
+        log: dict[int, dict[str, float]] = {}
         if capsule is None:
-            self._lost_result(outcome.step)
+            result = self._lost_result(outcome.step)
         else:
             buffers = dict(worker.state.buffers())
             with torch.no_grad():
@@ -417,21 +443,23 @@ class Step:
             if capsule.step != outcome.step:
                 encoded, log = None, {}
             if encoded is None:
-                self._lost_result(outcome.step)
+                result = self._lost_result(outcome.step)
             else:
                 result = codec.decode(encoded)
         worker.log = {}
-        batch = worker.draw(outcome.step) if worker.spec.record else None
-        record = _record(result, batch.samples, batch.value) if batch is not None else None
+        record = None
+        if worker.spec.record:
+            record = _record(result, _samples_of(worker.draw(outcome.step)))
         self._commit(outcome.step, log, record)
         return result
 
-    def _lost_result(self, step: int) -> None:
+    def _lost_result(self, step: int) -> Any:
         self._worker.note(
             f"result-lost-{self._worker.spec.rank}-{step}",
             f"what rank {self._worker.spec.rank} returned from step {step} is lost with its predecessor; the call "
-            "returns None this once. Parameters, optimizer and data are exact",
+            "returns NaN this once. Parameters, optimizer and data are exact",
         )
+        return self._reader.placeholder()
 
     # ------------------------------------------------------------ joining
 
@@ -455,6 +483,7 @@ class Step:
             attempt = self._attempt = Attempt(0, entry, rehearsal=True)
             communicators.trace.clear()
             communicators.answer = Answer.ZEROS
+            communicators.before_launch = self._before_collective
             passes += 1
             try:
                 result = self._function(*args, **kwargs)
@@ -466,6 +495,7 @@ class Step:
             finally:
                 self._attempt = None
                 communicators.answer = Answer.RAISE
+                communicators.before_launch = None
             trace = list(communicators.trace)
             if trace == before:
                 break
@@ -474,8 +504,15 @@ class Step:
         return passes
 
 
-def _record(result: Any, samples: tuple[int, ...] | None, value: Any) -> bytes:
-    """What `prove` compares of a step: the returned leaves, exactly, and the sample numbers or the batch's digest."""
+def _samples_of(batch: Batch) -> Any:
+    """The sample numbers of a batch, or its digest where they are not known. Before the step may change it."""
+    if batch.samples is not None:
+        return list(batch.samples)
+    return xxhash.xxh3_128_hexdigest(codec.encode(batch.value, "the batch"))
+
+
+def _record(result: Any, samples: Any) -> bytes:
+    """What `prove` compares of a step: the returned leaves, exactly, and what `_samples_of` said of its batch."""
     leaves = []
     for leaf in flatten(result):
         if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.is_floating_point():
@@ -484,9 +521,4 @@ def _record(result: Any, samples: tuple[int, ...] | None, value: Any) -> bytes:
             leaves.append([str(leaf.dtype), list(leaf.shape), digest_of([leaf])])
         else:
             leaves.append([type(leaf).__name__, leaf.hex() if isinstance(leaf, float) else repr(leaf)])
-    batch: Any = list(samples) if samples is not None else _batch_digest(value)
-    return msgspec.msgpack.encode({"value": leaves, "samples": batch})
-
-
-def _batch_digest(value: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(codec.encode(value, "the batch"))
+    return msgspec.msgpack.encode({"value": leaves, "samples": samples})
