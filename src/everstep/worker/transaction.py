@@ -55,6 +55,7 @@ class Attempt:
     def __init__(self, step: int, entry: Entry | None, *, rehearsal: bool) -> None:
         self.step, self.entry, self.rehearsal = step, entry, rehearsal
         self.passed = False  # the gate let an update through
+        self.sealed = False  # it let the last one through: the capsule is out, nothing may change it
         self.updates = 0
         self.undo: Undo | None = None
         self.fence: str | None = None  # as agreed in this very attempt
@@ -258,7 +259,7 @@ class Step:
 
     def _before_collective(self, index: int) -> None:
         attempt = self._attempt
-        if attempt is None or attempt.passed:
+        if attempt is None or attempt.sealed:
             return
         if attempt.rehearsal:
             attempt.captured_names = attempt.last_names = self._reader.locals()
@@ -351,7 +352,9 @@ class Step:
         attempt.collectives = len(communicators.trace)
         communicators.touched = False
         communicators.answer = Answer.NANS if attempt.undo is None else Answer.ZEROS
-        communicators.before_launch = None
+        if last:
+            attempt.sealed = True
+            communicators.before_launch = None
 
     def _may_advance(self, attempt: Attempt) -> bool:
         """Whether this rank could make the step by itself: nothing collective follows its update."""
