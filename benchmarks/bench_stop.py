@@ -1,7 +1,8 @@
 """How soon the main thread is free after a stop, whatever collective it waits in.
 
-Three ranks; rank 2 never enters, so ranks 0 and 1 wait inside gloo. The hub stops the generation; each rank reports
-the time from the stop's sending to the return of its collective. Then the groups are rebuilt and it begins again.
+Three ranks; rank 2 never enters, so ranks 0 and 1 wait inside gloo. The hub stops the generation;
+each rank reports the time from the stop's sending to the return of its collective. Then the groups
+are rebuilt and it begins again.
 
     python benchmarks/bench_stop.py [ROUNDS]
 """
@@ -117,8 +118,12 @@ def main() -> None:
         }
         print(f"{name:18s}", " ".join(f"{k}={v:.2f}" for k, v in rows[name].items()))
     every = sorted(v for values in freed_s.values() for v in values)
-    print(f"all: median {1e3 * statistics.median(every):.2f} ms, p95 {1e3 * every[int(0.95 * len(every))]:.2f} ms, n={len(every)}")
-    print(f"quiesce and rebuild: median {1e3 * statistics.median(recover_s):.1f} ms, max {1e3 * max(recover_s):.1f} ms")
+    print(
+        f"all: median {1e3 * statistics.median(every):.2f} ms, p95 {1e3 * every[int(0.95 * len(every))]:.2f} ms, n={len(every)}"
+    )
+    print(
+        f"quiesce and rebuild: median {1e3 * statistics.median(recover_s):.1f} ms, max {1e3 * max(recover_s):.1f} ms"
+    )
     Path("benchmarks/results").mkdir(exist_ok=True)
     Path("benchmarks/results/stop.json").write_text(json.dumps(rows, indent=1))
 

@@ -1,8 +1,9 @@
-"""A laboratory for communicators: real processes, real gloo, the real control protocol, and a hub instead of an agent.
+"""A laboratory for communicators: real processes, real gloo, the real control protocol, and a hub
+instead of an agent.
 
-`Lab(size, role)` forks `size` processes (fork: torch is imported once); each runs `role(Member)`. The hub answers the
-exchange of addresses, sends stops and regroups when told to, and collects what members report.
-"""
+`Lab(size, role)` forks `size` processes (fork: torch is imported once); each runs `role(Member)`.
+The hub answers the exchange of addresses, sends stops and regroups when told to, and collects what
+members report."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ class Member:
     def join(self) -> None:
         """Make the world group through c10d."""
         register(self.communicators)
-        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=self.rank, world_size=self.size)
+        dist.init_process_group(
+            BACKEND, store=dist.HashStore(), rank=self.rank, world_size=self.size
+        )
 
     def say(self, key: str, text: str = "") -> None:
         """Report to the hub."""
@@ -78,7 +81,9 @@ class Member:
 class Lab:
     """Use as a context manager; `notes` yields (rank, key, text) as members report."""
 
-    def __init__(self, size: int, role: Callable[[Member], None], build_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, size: int, role: Callable[[Member], None], build_timeout_s: float = 5.0
+    ) -> None:
         self.size = size
         self._selector = selectors.DefaultSelector()
         self._entries: dict[tuple[int, str], dict[int, bytes]] = {}
@@ -97,7 +102,12 @@ class Lab:
             self._selector.register(ours, selectors.EVENT_READ, rank)
 
     def _child(
-        self, rank: int, sock: socket.socket, ours: socket.socket, role: Callable[[Member], None], timeout_s: float
+        self,
+        rank: int,
+        sock: socket.socket,
+        ours: socket.socket,
+        role: Callable[[Member], None],
+        timeout_s: float,
     ) -> None:
         code = 1
         try:
@@ -126,7 +136,8 @@ class Lab:
         return now
 
     def notes(self, timeout_s: float = 30.0) -> Any:
-        """Yield (rank, key, text); raises TimeoutError when nothing comes. Ends when all members have left."""
+        """Yield (rank, key, text); raises TimeoutError when nothing comes. Ends when all members
+        have left."""
         while self.sockets:
             ready = self._selector.select(timeout_s)
             if not ready:
@@ -158,7 +169,9 @@ class Lab:
         entries = self._entries.setdefault((message.generation, message.group), {})
         entries[message.rank] = message.payload
         if len(entries) == message.size:
-            answer = messages.Addresses(generation=message.generation, group=message.group, entries=entries)
+            answer = messages.Addresses(
+                generation=message.generation, group=message.group, entries=entries
+            )
             for rank in entries:
                 if rank in self.sockets:
                     self.send(rank, answer)

@@ -19,10 +19,10 @@ __all__ = ["EverstepError", "PeerError", "StateLost", "TransientError", "UserErr
 def init() -> Run | Any:
     """Join the job; stands where `dist.init_process_group` stood.
 
-    Under `everstep run` it returns the protected run. Anywhere else (plain `python`, torchrun, `EVERSTEP=off`) it
-    returns an unprotected one with the same methods, and says so once. Calling it again returns the same run. Blocks
-    until all ranks have joined. Main thread. Raises UserError where torch.distributed is set up already.
-    """
+    Under `everstep run` it returns the protected run. Anywhere else (plain `python`, torchrun,
+    `EVERSTEP=off`) it returns an unprotected one with the same methods, and says so once. Calling
+    it again returns the same run. Blocks until all ranks have joined. Main thread. Raises UserError
+    where torch.distributed is set up already."""
     from everstep.worker.process import current_run
 
     run = current_run()

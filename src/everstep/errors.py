@@ -1,8 +1,7 @@
 """Errors, by who must act.
 
-Every message says what happened, where (rank, node, step) and what to do. `exit_code` is what the command line
-returns when the error ends it.
-"""
+Every message says what happened, where (rank, node, step) and what to do. `exit_code` is what the
+command line returns when the error ends it."""
 
 from __future__ import annotations
 
@@ -28,4 +27,5 @@ class TransientError(EverstepError):
 
 
 class StateLost(EverstepError):
-    """No living copy of a part of the state is left; the message names the part and what would have kept it."""
+    """No living copy of a part of the state is left; the message names the part and what would have
+    kept it."""

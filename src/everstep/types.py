@@ -1,7 +1,7 @@
 """The words of everstep: enumerations and small values that every layer may use.
 
-Imports nothing of everstep. Words are torchrun's and torchft's where they have one; see docs/reference/words.md.
-"""
+Imports nothing of everstep. Words are torchrun's and torchft's where they have one; see
+docs/reference/words.md."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class CauseKind(enum.StrEnum):
 class Cause:
     """What went wrong, for people and for the repeat rules.
 
-    `text` is one line. `detail` is a traceback or the last lines of output. `signature` names the error for the
-    "same error twice" rule (type and message of an exception, name of a signal). `at_s` is when the fault happened
-    on the host's monotonic clock, if the one who saw it knows; else None. `fault` is the chaos spec that caused it.
-    """
+    `text` is one line. `detail` is a traceback or the last lines of output. `signature` names the
+    error for the "same error twice" rule (type and message of an exception, name of a signal).
+    `at_s` is when the fault happened on the host's monotonic clock, if the one who saw it knows;
+    else None. `fault` is the chaos spec that caused it."""
 
     kind: CauseKind
     text: str
@@ -90,10 +90,10 @@ class Cause:
 class Holding:
     """What a parked worker holds, as it reports it.
 
-    `committed`: steps committed (0 before the first). `torn`: its state is not the state of any step and must be
-    restored. `can_advance`: it stands in the fence with all its gradients reduced, so that it can make
-    `committed + 1` by itself. `shard`: the key of the part of the state it holds; ranks with equal keys are replicas.
-    """
+    `committed`: steps committed (0 before the first). `torn`: its state is not the state of any
+    step and must be restored. `can_advance`: it stands in the fence with all its gradients reduced,
+    so that it can make `committed + 1` by itself. `shard`: the key of the part of the state it
+    holds; ranks with equal keys are replicas."""
 
     committed: int
     torn: bool = False
@@ -111,8 +111,8 @@ class Decision(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One rank's part in a plan. `sources`: for FETCH the ranks that hold the state, striped over all of them.
-    `sinks`: the ranks to which this rank sends its stripe."""
+    """One rank's part in a plan. `sources`: for FETCH the ranks that hold the state, striped over
+    all of them. `sinks`: the ranks to which this rank sends its stripe."""
 
     decision: Decision
     sources: tuple[int, ...] = ()
@@ -121,8 +121,8 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How all ranks come to stand at one step. `step`: steps committed after the restore. `ranks[r]`: rank r's part.
-    `reason`: the decision in words."""
+    """How all ranks come to stand at one step. `step`: steps committed after the restore.
+    `ranks[r]`: rank r's part. `reason`: the decision in words."""
 
     step: int
     ranks: tuple[RankPlan, ...]

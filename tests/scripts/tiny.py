@@ -1,8 +1,7 @@
 """A small job for the integration tests: every kind of state, steps of a few milliseconds.
 
-Dropout draws from per-rank streams, BatchNorm has buffers that belong to one rank, the schedule warms up, `run.state`
-steers, `run.log` logs. Options turn parts on.
-"""
+Dropout draws from per-rank streams, BatchNorm has buffers that belong to one rank, the schedule
+warms up, `run.state` steers, `run.log` logs. Options turn parts on."""
 
 from __future__ import annotations
 
@@ -21,7 +20,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--batchnorm", action="store_true")
 parser.add_argument("--zero-first", action="store_true", help="zero_grad at the start of the step")
-parser.add_argument("--accumulate", type=int, default=1, help="update every N steps; gradients are carried")
+parser.add_argument(
+    "--accumulate", type=int, default=1, help="update every N steps; gradients are carried"
+)
 parser.add_argument("--updates", type=int, default=1, help="optimizer updates a step")
 parser.add_argument("--find-unused", action="store_true")
 parser.add_argument("--tail", action="store_true", help="an all-reduce after the update")
@@ -51,12 +52,20 @@ class Numbers:
 
 
 def batch_at(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(6, 12), torch.arange(6) % 5  # from the keyed stream: the same on a second attempt
+    return torch.randn(6, 12), torch.arange(
+        6
+    ) % 5  # from the keyed stream: the same on a second attempt
 
 
 norm = nn.BatchNorm1d(24) if args.batchnorm else nn.LayerNorm(24)
 net = nn.Sequential(
-    nn.Linear(12, 24), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 5)
+    nn.Linear(12, 24),
+    norm,
+    nn.ReLU(),
+    nn.Dropout(0.2),
+    nn.Linear(24, 24),
+    nn.ReLU(),
+    nn.Linear(24, 5),
 )
 model = DistributedDataParallel(net, find_unused_parameters=args.find_unused)
 optimizer: torch.optim.Optimizer
@@ -118,7 +127,9 @@ def resources() -> dict[str, float]:
 
 for batch in run.batches(until=args.steps):
     loss = train_step(batch)
-    run.state["sum"] = run.state.get("sum", 0.0) + (float(loss["twice"]) if args.opaque else float(loss))
+    run.state["sum"] = run.state.get("sum", 0.0) + (
+        float(loss["twice"]) if args.opaque else float(loss)
+    )
     run.log(sum=run.state["sum"], draw=random.random(), once=started)
     if args.resources:
         run.log(**resources())

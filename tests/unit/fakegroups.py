@@ -90,7 +90,10 @@ class FakeWorld:
         self.faults: list[tuple[int, BaseException]] = []
         self.rank, self.size = rank, size
         self.communicators = Communicators(
-            self.make, lambda generation, error: self.faults.append((generation, error)), generation=0, solo=solo
+            self.make,
+            lambda generation, error: self.faults.append((generation, error)),
+            generation=0,
+            solo=solo,
         )
 
     def make(self, group: OuterGroup, generation: int) -> FakeInner:

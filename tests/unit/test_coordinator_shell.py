@@ -360,7 +360,9 @@ class TestAddresses:
 
 def test_what_a_commit_carries_is_kept() -> None:
     case = Case()
-    case.shell.message(1, 1, m.Commit(generation=0, step=3, t=1.0, log={3: {"loss": 0.5}}, record=b"r"))
+    case.shell.message(
+        1, 1, m.Commit(generation=0, step=3, t=1.0, log={3: {"loss": 0.5}}, record=b"r")
+    )
     case.shell.message(1, 1, m.Commit(generation=0, step=4, t=1.0, log={}, record=None))
     case.shell.message(1, 1, m.Finish(digests={"w": "d"}))
     assert case.effects.done == [

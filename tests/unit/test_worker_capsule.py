@@ -90,7 +90,12 @@ def make_nested(gate: Callable[[], None]) -> Callable[[int], Any]:
         count, name, flag, nothing = step * 10, f"step {step}", step % 2 == 0, None
         table = torch.arange(6.0).reshape(2, 3) * step
         gate()
-        return {"loss": loss.detach(), "more": [count, (name, flag), {"t": table}], "none": nothing, "empty": []}
+        return {
+            "loss": loss.detach(),
+            "more": [count, (name, flag), {"t": table}],
+            "none": nothing,
+            "empty": [],
+        }
 
     return step_function
 
@@ -521,7 +526,9 @@ def test_leaves_of_nested_containers() -> None:
 
 
 def test_results_that_are_too_large_or_no_plain_data_are_not_kept() -> None:
-    assert encode_result(torch.zeros(MAX_RESULT_BYTES // 4)) is None  # the header does not fit any more
+    assert (
+        encode_result(torch.zeros(MAX_RESULT_BYTES // 4)) is None
+    )  # the header does not fit any more
     assert encode_result(torch.zeros(MAX_RESULT_BYTES // 8)) is not None
     assert encode_result(object()) is None
     assert encode_result(None) is not None

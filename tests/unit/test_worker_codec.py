@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from everstep.errors import UserError
 from everstep.worker import codec
 
-KEYS = st.one_of(st.integers(), st.text(max_size=4), st.booleans(), st.none(), st.binary(max_size=4))
+KEYS = st.one_of(
+    st.integers(), st.text(max_size=4), st.booleans(), st.none(), st.binary(max_size=4)
+)
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
@@ -154,7 +156,13 @@ def test_what_is_no_plain_data_is_refused_by_name(unfit: Any) -> None:
 
 def test_numpy_scalars_become_python_numbers() -> None:
     numpy = pytest.importorskip("numpy")
-    values = [numpy.float64(0.1), numpy.float32(0.5), numpy.int8(-3), numpy.bool_(True), numpy.str_("s")]
+    values = [
+        numpy.float64(0.1),
+        numpy.float32(0.5),
+        numpy.int8(-3),
+        numpy.bool_(True),
+        numpy.str_("s"),
+    ]
     back = codec.decode(codec.encode([*values, numpy.array(2)], "v"))
     assert _typed(back) == _typed([0.1, 0.5, -3, True, "s", 2])
 
@@ -209,7 +217,10 @@ def test_an_unknown_tag_or_dtype_is_refused() -> None:
 
 
 def test_bytes_that_are_missing_are_never_uninitialised_memory() -> None:
-    assert codec.decode(msgspec.msgpack.encode(["tensor", "torch.int64", [64], b""])).tolist() == [0] * 64
+    assert (
+        codec.decode(msgspec.msgpack.encode(["tensor", "torch.int64", [64], b""])).tolist()
+        == [0] * 64
+    )
 
 
 def test_buffers_of_tensors() -> None:

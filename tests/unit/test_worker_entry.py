@@ -39,7 +39,9 @@ class Rig:
             else torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1.0 / (n + 1))
-        self.state = State({"model": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler})
+        self.state = State(
+            {"model": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        )
 
     def backward(self, seed: int = 1) -> None:
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
@@ -71,8 +73,15 @@ ATTEMPTS: dict[str, Any] = {
     "zero_grad": lambda rig: rig.optimizer.zero_grad(),
     "zero_grad in place": lambda rig: rig.optimizer.zero_grad(set_to_none=False),
     "zero_grad, backward": lambda rig: (rig.optimizer.zero_grad(), rig.backward()),
-    "backward, zero_grad, backward": lambda rig: (rig.backward(), rig.optimizer.zero_grad(), rig.backward(2)),
-    "clip": lambda rig: (rig.backward(), torch.nn.utils.clip_grad_norm_(rig.net.parameters(), 1e-3)),
+    "backward, zero_grad, backward": lambda rig: (
+        rig.backward(),
+        rig.optimizer.zero_grad(),
+        rig.backward(2),
+    ),
+    "clip": lambda rig: (
+        rig.backward(),
+        torch.nn.utils.clip_grad_norm_(rig.net.parameters(), 1e-3),
+    ),
     "grad of another tensor": lambda rig: setattr(rig.net.linear.weight, "grad", torch.ones(3, 3)),
     "scheduler": lambda rig: [rig.scheduler.step() for _ in range(3)],
     "learning rate by hand": lambda rig: rig.optimizer.param_groups[0].update(lr=9.0, extra=1),
@@ -194,7 +203,13 @@ def _accumulate_late(rig: Rig, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("script", "copies"),
-    [(_first, False), (_last, True), (_in_place, True), (_accumulate_two, True), (_accumulate_late, True)],
+    [
+        (_first, False),
+        (_last, True),
+        (_in_place, True),
+        (_accumulate_two, True),
+        (_accumulate_late, True),
+    ],
 )
 def test_the_policy_learns_what_the_script_does(script: Any, copies: bool) -> None:
     assert _run(script, 6).copies is copies

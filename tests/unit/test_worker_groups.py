@@ -81,9 +81,13 @@ def test_solo_exclusive_or(size: int, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.int64, torch.bool, torch.complex64], ids=str
+)
 @pytest.mark.usefixtures("solo")
-def test_solo_gathers_echo_whatever_this_rank_has(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_solo_gathers_echo_whatever_this_rank_has(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     own = torch.ones(shape).cumsum(0).to(dtype) if shape else torch.tensor(2).to(dtype)
     outputs = empties(own)
     dist.all_gather(outputs, own)
@@ -129,7 +133,9 @@ def test_solo_all_to_all_is_an_echo_cut_or_filled_to_size() -> None:
     dist.all_to_all_single(output, mine())
     assert output.tolist() == MINE
     output = torch.full((5,), -7.0)
-    dist.all_to_all_single(output, mine(), output_split_sizes=[2, 2, 1], input_split_sizes=[1, 1, 1])
+    dist.all_to_all_single(
+        output, mine(), output_split_sizes=[2, 2, 1], input_split_sizes=[1, 1, 1]
+    )
     assert output.tolist() == [*MINE, 0.0, 0.0]
     outputs = empties()
     dist.all_to_all(outputs, [mine() * factor for factor in range(SIZE)])
@@ -240,7 +246,9 @@ def _poisoned_operations() -> dict[str, Callable[[list[torch.Tensor]], Any]]:
 @pytest.mark.parametrize("name", _poisoned_operations())
 @pytest.mark.parametrize("answer", Answer)
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_stop_answers_every_collective(world: FakeWorld, name: str, answer: Answer, when: str) -> None:
+def test_a_stop_answers_every_collective(
+    world: FakeWorld, name: str, answer: Answer, when: str
+) -> None:
     communicators = world.communicators
     communicators.answer = answer
     (inner,) = world.made
@@ -583,7 +591,9 @@ def _guard(world: FakeWorld, fill: Callable[[], None] = lambda: None) -> Guard:
 
 @pytest.mark.parametrize("order", ["maker first", "releaser first", "in between"])
 @pytest.mark.parametrize("poisoned", [True, False])
-def test_the_future_is_settled_once(order: str, poisoned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_future_is_settled_once(
+    order: str, poisoned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     guard = _guard(FakeWorld())
     if order == "releaser first":
         guard.release(poisoned=poisoned)
@@ -617,11 +627,15 @@ def test_a_guard_is_released_once_however_many_come() -> None:
             gate.wait(10)
             guard.release(poisoned=poisoned)
 
-        def make(guard: Guard = guard, gate: threading.Barrier = gate, futures: list[Any] = futures) -> None:
+        def make(
+            guard: Guard = guard, gate: threading.Barrier = gate, futures: list[Any] = futures
+        ) -> None:
             gate.wait(10)
             futures.append(guard.get_future())
 
-        threads = [threading.Thread(target=release, args=(poisoned,)) for poisoned in (True, False, True)]
+        threads = [
+            threading.Thread(target=release, args=(poisoned,)) for poisoned in (True, False, True)
+        ]
         threads.append(threading.Thread(target=make))
         for thread in threads:
             thread.start()

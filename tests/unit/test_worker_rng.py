@@ -58,8 +58,12 @@ def test_every_generator_repeats_for_the_same_key_step_and_moment() -> None:
     assert _draw() == first
 
 
-@pytest.mark.parametrize("other", [(8, "step"), (7, "after"), (7, "data"), (7 + 256, "step"), (2**40, "step")])
-def test_another_step_or_moment_is_another_stream_in_every_generator(other: tuple[int, str]) -> None:
+@pytest.mark.parametrize(
+    "other", [(8, "step"), (7, "after"), (7, "data"), (7 + 256, "step"), (2**40, "step")]
+)
+def test_another_step_or_moment_is_another_stream_in_every_generator(
+    other: tuple[int, str],
+) -> None:
     key = rng.make_key()
     rng.seed_all(key, 7, "step")
     first = _draw()

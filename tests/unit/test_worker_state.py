@@ -127,7 +127,9 @@ def test_names_are_stable_and_each_tensor_comes_once() -> None:
 
 def test_lists_are_named_by_place() -> None:
     net, other = Net(), torch.nn.Linear(1, 1)
-    state = State({"nets": [net, [other]], "optimizers": (adamw(net), sgd(other)), "schedulers": [Box(a=1)]})
+    state = State(
+        {"nets": [net, [other]], "optimizers": (adamw(net), sgd(other)), "schedulers": [Box(a=1)]}
+    )
     assert set(state.modules) == {"nets.0", "nets.1.0"}
     assert set(state.optimizers) == {"optimizers.0", "optimizers.1"}
     assert set(state.objects) == {"schedulers.0"}
@@ -138,7 +140,10 @@ def test_lists_are_named_by_place() -> None:
     [
         (lambda n: {"model": n}, "no optimizer"),
         (lambda n: {"model": [], "optimizer": adamw(n)}, "no module"),
-        (lambda n: {"model": torch.nn.Linear(1, 1), "optimizer": adamw(n)}, "belongs to no protected module"),
+        (
+            lambda n: {"model": torch.nn.Linear(1, 1), "optimizer": adamw(n)},
+            "belongs to no protected module",
+        ),
         (lambda n: {"a/b": n, "optimizer": adamw(n)}, "must not contain"),
         (lambda n: {"model": n, "optimizer": adamw(n), "x": 3}, "has no state_dict"),
         (lambda n: {"model": n, "optimizer": adamw(n), "x": [None]}, "has no state_dict"),

@@ -42,7 +42,15 @@ def test_chunks_cover_the_range_once(start: int, length: int, size: int) -> None
 
 # ---------------------------------------------------------------- the stream
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.int64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.int64,
+]
 LAYOUTS = ["contiguous", "transposed", "strided", "flipped", "offset", "channels_last"]
 
 
@@ -183,7 +191,9 @@ def _together(jobs: list[Callable[[], Any]]) -> list[Any]:
         except Exception as error:
             results[index] = error
 
-    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(jobs))]
+    threads = [
+        threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(jobs))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -192,7 +202,9 @@ def _together(jobs: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def _exchange(states: list[State], sinks: dict[int, tuple[int, ...]], *, gradients: bool = False) -> list[Any]:
+def _exchange(
+    states: list[State], sinks: dict[int, tuple[int, ...]], *, gradients: bool = False
+) -> list[Any]:
     """`sinks[r]`: the sources of rank r, which fetches; all others serve those that name them."""
     groups = _groups(len(states))
 
@@ -212,7 +224,14 @@ def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     "sinks",
-    [{1: (0,)}, {0: (1, 2)}, {1: (0, 2, 3)}, {0: (2, 3), 1: (2, 3)}, {3: (0, 1), 2: (1, 0)}, {1: (3, 0), 2: (0,)}],
+    [
+        {1: (0,)},
+        {0: (1, 2)},
+        {1: (0, 2, 3)},
+        {0: (2, 3), 1: (2, 3)},
+        {3: (0, 1), 2: (1, 0)},
+        {1: (3, 0), 2: (0,)},
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("chunk_bytes")
@@ -223,7 +242,11 @@ def test_every_sink_gets_the_state_whatever_it_held(sinks: dict[int, tuple[int, 
     for rank, state in enumerate(states):
         assert not isinstance(results[rank], Exception), results[rank]
         assert state.digests() == good.digests()
-    digests = {results[rank][0] if rank in sinks else results[rank] for rank in range(4) if _takes_part(rank, sinks)}
+    digests = {
+        results[rank][0] if rank in sinks else results[rank]
+        for rank in range(4)
+        if _takes_part(rank, sinks)
+    }
     assert len(digests) == 1
     nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in good.replicas())
     assert all(results[sink][1] == nbytes for sink in sinks)

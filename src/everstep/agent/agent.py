@@ -322,8 +322,9 @@ class Agent:
         variables = torchrun_environment(
             rank, worker.spec.world_size, self._surroundings.master_port
         )
-        run_id = {"EVERSTEP_RUN_ID": worker.spec.run_id}
-        zygote.fork(Fork(spec=worker.spec, environment={**variables, **run_id}), fds)
+        variables["EVERSTEP_RUN_ID"] = worker.spec.run_id
+        variables["EVERSTEP_INCARNATION"] = str(incarnation)
+        zygote.fork(Fork(spec=worker.spec, environment=variables), fds)
 
     def _on_message(self, rank: int, incarnation: int, message: FromWorker) -> None:
         self._shell.message(rank, incarnation, message)

@@ -132,7 +132,7 @@ class Worker:
             self._pidfd = None
 
 
-def torchrun_environment(rank: int, world_size: int, master_port: int) -> Mapping[str, str]:
+def torchrun_environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:
     """The variables by which torchrun tells a worker who it is, on one node."""
     return {
         "RANK": str(rank),

@@ -25,8 +25,9 @@ class Record(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spawn(Action):
-    """Fork a worker for `rank`. The previous incarnation of the rank has been reaped. `joiner`: peers hold committed
-    state, so it sets up solo and joins; else it sets up together with all others. `generation`: the one it is told."""
+    """Fork a worker for `rank`. The previous incarnation of the rank has been reaped. `joiner`:
+    peers hold committed state, so it sets up solo and joins; else it sets up together with all
+    others. `generation`: the one it is told."""
 
     rank: int
     incarnation: int
@@ -45,7 +46,8 @@ class Kill(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendStop(Action):
-    """To every listed (rank, incarnation): abort the communicators of `generation` and older, and park."""
+    """To every listed (rank, incarnation): abort the communicators of `generation` and older, and
+    park."""
 
     generation: int
     to: tuple[tuple[int, int], ...]
@@ -71,7 +73,8 @@ class SendRegroup(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendGo(Action):
-    """All replicas are equal at set-up: `protect` may return. (A joiner gets it at once, when its manifest fits.)"""
+    """All replicas are equal at set-up: `protect` may return. (A joiner gets it at once, when its
+    manifest fits.)"""
 
     to: tuple[tuple[int, int], ...]
 
@@ -92,8 +95,8 @@ class SendBye(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End(Action):
-    """The job is over. The shell kills and reaps what still runs. `cause`: the first cause, None on success.
-    `text`: for the person who must act; empty on success."""
+    """The job is over. The shell kills and reaps what still runs. `cause`: the first cause, None on
+    success. `text`: for the person who must act; empty on success."""
 
     exit_code: int
     cause: Cause | None = None

@@ -1,4 +1,5 @@
-"""What the coordinator is told. Frozen values; `rank` and `incarnation` say who speaks, `generation` in which world.
+"""What the coordinator is told. Frozen values; `rank` and `incarnation` say who speaks,
+`generation` in which world.
 
 An event of an incarnation that no longer holds its rank is stale and changes nothing.
 """
@@ -37,8 +38,8 @@ class Started(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protected(WorkerEvent):
-    """`protect` was called. `digests`: name to digest of every tensor that must be equal on all replicas of `shard`;
-    `manifest`: one digest over names, shapes and dtypes."""
+    """`protect` was called. `digests`: name to digest of every tensor that must be equal on all
+    replicas of `shard`; `manifest`: one digest over names, shapes and dtypes."""
 
     shard: str
     manifest: str
@@ -63,7 +64,8 @@ class Died(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faulted(WorkerEvent):
-    """The process lives, but its attempt at `step` failed in `generation` (an exception, or a broken collective)."""
+    """The process lives, but its attempt at `step` failed in `generation` (an exception, or a
+    broken collective)."""
 
     generation: int
     step: int
@@ -72,12 +74,14 @@ class Faulted(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting(WorkerEvent):
-    """A joiner has set itself up and asks at which step its peers stand, to draw the batch it rehearses with."""
+    """A joiner has set itself up and asks at which step its peers stand, to draw the batch it
+    rehearses with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked(WorkerEvent):
-    """The worker stands still after `Stop(generation)` and holds `holding`. A joiner sends it once it has rehearsed."""
+    """The worker stands still after `Stop(generation)` and holds `holding`. A joiner sends it once
+    it has rehearsed."""
 
     generation: int
     holding: Holding
@@ -92,7 +96,8 @@ class Regrouped(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored(WorkerEvent):
-    """The worker has done its part of the plan of `generation`: served, fetched and checked its receipt, or kept.
+    """The worker has done its part of the plan of `generation`: served, fetched and checked its
+    receipt, or kept.
 
     `ok` False: the receipt did not match; `text` says how. `nbytes`: bytes fetched."""
 
@@ -104,7 +109,8 @@ class Restored(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing(WorkerEvent):
-    """The worker left its loop after `step` committed steps and waits for all others before it goes on."""
+    """The worker left its loop after `step` committed steps and waits for all others before it goes
+    on."""
 
     generation: int
     step: int
@@ -124,7 +130,8 @@ class StopAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(WorkerEvent):
-    """The worker found input that must not start (UserError); the job ends with `text` and `exit_code`."""
+    """The worker found input that must not start (UserError); the job ends with `text` and
+    `exit_code`."""
 
     text: str
     exit_code: int = 2

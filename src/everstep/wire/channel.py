@@ -1,9 +1,8 @@
 """The control channel: length-prefixed MessagePack messages on a stream socket.
 
-A frame is a 4-byte little-endian length and that many bytes. The sender's bytes outlive it: what a worker wrote before
-it was killed can still be read. A frame cut by a death is dropped, never half-decoded. Lengths are capped before
-memory is taken.
-"""
+A frame is a 4-byte little-endian length and that many bytes. The sender's bytes outlive it: what a
+worker wrote before it was killed can still be read. A frame cut by a death is dropped, never
+half-decoded. Lengths are capped before memory is taken."""
 
 from __future__ import annotations
 
@@ -46,7 +45,9 @@ class FrameReader(Generic[T]):
         while len(self._buffer) - start >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._buffer, start)
             if length > MAX_FRAME_BYTES:
-                raise ChannelError(f"a control message of {length} bytes exceeds the cap of {MAX_FRAME_BYTES}")
+                raise ChannelError(
+                    f"a control message of {length} bytes exceeds the cap of {MAX_FRAME_BYTES}"
+                )
             end = start + _HEADER.size + length
             if len(self._buffer) < end:
                 break
@@ -64,13 +65,16 @@ def encode(message: msgspec.Struct) -> bytes:
     """One frame with `message` in it."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ChannelError(f"a {type(message).__name__} of {len(body)} bytes exceeds the cap of {MAX_FRAME_BYTES}")
+        raise ChannelError(
+            f"a {type(message).__name__} of {len(body)} bytes exceeds the cap of {MAX_FRAME_BYTES}"
+        )
     return _HEADER.pack(len(body)) + body
 
 
 class BlockingChannel(Generic[T]):
-    """The worker's end. `send` may be called on any thread and blocks until the kernel has the bytes; `receive` is for
-    one thread and blocks until a message or the end of the stream arrives."""
+    """The worker's end. `send` may be called on any thread and blocks until the kernel has the
+    bytes; `receive` is for one thread and blocks until a message or the end of the stream
+    arrives."""
 
     def __init__(self, sock: socket.socket, decoder_type: Any) -> None:
         self._sock = sock

@@ -1,11 +1,10 @@
 """The messages of the control channel, as msgspec structs (MessagePack, tagged, strict).
 
-Three dialogues: agent and zygote (`ToZygote`, `FromZygote`), agent to worker (`ToWorker`), worker to agent
-(`FromWorker`). A worker's identity (rank, incarnation) is not in its messages: the channel it speaks on is its own,
-inherited at the fork, and the agent knows whose it is. Every message that depends on the membership carries the
-generation. Times are seconds on the host's monotonic clock (`time.monotonic()`, one clock for all processes of a
-host).
-"""
+Three dialogues: agent and zygote (`ToZygote`, `FromZygote`), agent to worker (`ToWorker`), worker
+to agent (`FromWorker`). A worker's identity (rank, incarnation) is not in its messages: the channel
+it speaks on is its own, inherited at the fork, and the agent knows whose it is. Every message that
+depends on the membership carries the generation. Times are seconds on the host's monotonic clock
+(`time.monotonic()`, one clock for all processes of a host)."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class ScriptSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers run. `target`: a path of a script, or a module's name when `module`. `args`: its arguments."""
+    """What the workers run. `target`: a path of a script, or a module's name when `module`. `args`:
+    its arguments."""
 
     target: str
     module: bool
@@ -32,8 +32,9 @@ class ScriptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault on purpose: in step `step` (1 is the first) of `rank`, at `at`, do `kind`. `index` names it in the
-    job; `text` is the specification as the user wrote it; `code` is the exit code for kind `exit`."""
+    """One fault on purpose: in step `step` (1 is the first) of `rank`, at `at`, do `kind`. `index`
+    names it in the job; `text` is the specification as the user wrote it; `code` is the exit code
+    for kind `exit`."""
 
     index: int
     text: str
@@ -45,11 +46,12 @@ class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a worker knows at its birth. `joiner`: its peers hold committed state. `rng_key`: the key of the rank's
-    random streams, if an earlier incarnation has made one. `once`: recorded results of `run.once` on this rank.
-    `progress_path`: the file in shared memory in which it shows where it stands. `record`: report a digest of what
-    each step returned and consumed (for `everstep prove`). `collective_timeout_s`, `build_timeout_s`: of the inner
-    groups. `faults`: those still to fire on this rank."""
+    """All that a worker knows at its birth. `joiner`: its peers hold committed state. `rng_key`:
+    the key of the rank's random streams, if an earlier incarnation has made one. `once`: recorded
+    results of `run.once` on this rank. `progress_path`: the file in shared memory in which it shows
+    where it stands. `record`: report a digest of what each step returned and consumed (for
+    `everstep prove`). `collective_timeout_s`, `build_timeout_s`: of the inner groups. `faults`:
+    those still to fire on this rank."""
 
     run_id: str
     rank: int
@@ -70,7 +72,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(Message):
-    """First message to the zygote: import what the script imports (`with_imports`), then say `Ready`."""
+    """First message to the zygote: import what the script imports (`with_imports`), then say
+    `Ready`."""
 
     script: ScriptSpec
     with_imports: bool
@@ -84,9 +87,9 @@ class Fork(Message):
 
 
 class Ready(Message):
-    """The zygote has imported everything. `threads`: threads it has beside its main thread; if any, it will not fork.
-    `failed`: module name to error, for imports that failed (the worker will meet the error itself). `torch`:
-    the version found."""
+    """The zygote has imported everything. `threads`: threads it has beside its main thread; if any,
+    it will not fork. `failed`: module name to error, for imports that failed (the worker will meet
+    the error itself). `torch`: the version found."""
 
     threads: tuple[str, ...]
     failed: dict[str, str]
@@ -133,8 +136,9 @@ class Position(Message):
 
 
 class Regroup(Message):
-    """Build the communicators of `generation`, then follow `plan` to `step`. `holders`: for FETCH, nothing more than
-    the plan's sources. `capsule`: the rank's own capsule of `step`, if the agent has it (for FETCH)."""
+    """Build the communicators of `generation`, then follow `plan` to `step`. `holders`: for FETCH,
+    nothing more than the plan's sources. `capsule`: the rank's own capsule of `step`, if the agent
+    has it (for FETCH)."""
 
     generation: int
     step: int
@@ -143,7 +147,8 @@ class Regroup(Message):
 
 
 class Addresses(Message):
-    """All ranks' entries for the communicator `group` of `generation`: rank in the group to what it put."""
+    """All ranks' entries for the communicator `group` of `generation`: rank in the group to what it
+    put."""
 
     generation: int
     group: str
@@ -175,8 +180,9 @@ class Hello(Message):
 
 
 class Protect(Message):
-    """`protect` was called. `digests`: name to digest of tensors that must be equal on all replicas of `shard`;
-    `manifest`: one digest over all names, shapes and dtypes. `rng_key`: the key of this rank's random streams."""
+    """`protect` was called. `digests`: name to digest of tensors that must be equal on all replicas
+    of `shard`; `manifest`: one digest over all names, shapes and dtypes. `rng_key`: the key of this
+    rank's random streams."""
 
     shard: str
     manifest: str
@@ -185,15 +191,17 @@ class Protect(Message):
 
 
 class Capsule(Message):
-    """What belongs to this rank alone after step `step`, should the step commit anywhere. Sent before this rank's
-    last contribution to the step, so no peer can commit the step before the capsule is with the agent."""
+    """What belongs to this rank alone after step `step`, should the step commit anywhere. Sent
+    before this rank's last contribution to the step, so no peer can commit the step before the
+    capsule is with the agent."""
 
     step: int
     payload: bytes
 
 
 class Commit(Message):
-    """Step `step` is committed here. `log`: scalars logged since the last commit, by the step they belong to. `record`: for `prove`."""
+    """Step `step` is committed here. `log`: scalars logged since the last commit, by the step they
+    belong to. `record`: for `prove`."""
 
     generation: int
     step: int
@@ -215,7 +223,8 @@ class Wait(Message):
 
 
 class Park(Message):
-    """Standing still after `Stop(generation)`. `rehearsed_passes`: for a joiner, how many rehearsals it took."""
+    """Standing still after `Stop(generation)`. `rehearsed_passes`: for a joiner, how many
+    rehearsals it took."""
 
     generation: int
     holding: Holding
@@ -224,8 +233,8 @@ class Park(Message):
 
 
 class Address(Message):
-    """This rank's entry for the communicator `group` of `generation`; all entries come back as `Addresses` when
-    `size` ranks have put theirs."""
+    """This rank's entry for the communicator `group` of `generation`; all entries come back as
+    `Addresses` when `size` ranks have put theirs."""
 
     generation: int
     group: str
@@ -242,8 +251,9 @@ class Built(Message):
 
 
 class Receipt(Message):
-    """The rank's part of the plan is done. `ok` False: `text` says what does not match. `nbytes`: bytes fetched;
-    `sources`: from whom; `digest`: of the whole state held now (empty where nothing was fetched or served)."""
+    """The rank's part of the plan is done. `ok` False: `text` says what does not match. `nbytes`:
+    bytes fetched; `sources`: from whom; `digest`: of the whole state held now (empty where nothing
+    was fetched or served)."""
 
     generation: int
     ok: bool
@@ -255,7 +265,8 @@ class Receipt(Message):
 
 
 class Close(Message):
-    """The loop has ended after `step` committed steps; waiting for all others. `log`: as in `Commit`."""
+    """The loop has ended after `step` committed steps; waiting for all others. `log`: as in
+    `Commit`."""
 
     generation: int
     step: int
@@ -263,13 +274,15 @@ class Close(Message):
 
 
 class Finish(Message):
-    """The script has ended with code 0. `digests`: for `prove`, name to digest of the final state."""
+    """The script has ended with code 0. `digests`: for `prove`, name to digest of the final
+    state."""
 
     digests: dict[str, str]
 
 
 class Fired(Message):
-    """A fault on purpose fires now. Sent before it does; the agent remembers it for the whole job."""
+    """A fault on purpose fires now. Sent before it does; the agent remembers it for the whole
+    job."""
 
     index: int
     t: float
@@ -297,7 +310,8 @@ class Note(Message):
 
 
 class Raised(Message):
-    """Last word before a process that raised exits: the traceback, so that the first cause can be shown."""
+    """Last word before a process that raised exits: the traceback, so that the first cause can be
+    shown."""
 
     cause: Cause
 

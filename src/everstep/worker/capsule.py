@@ -1,11 +1,13 @@
 """What belongs to one rank alone after a step, and how it is known before the step is over.
 
-A replacement must return from the last committed step what its predecessor would have returned, with the buffers it
-would have had. So this *capsule* must be with the agent before any peer can commit the step, that is before this
-rank's last contribution to it; but the function has not returned by then. Theory of operation: when a step function
-returns, it is looked up which of its local variables the returned leaves came from; from then on their values are
-read from the running frame just before the last collective of the step, and compared with what is really returned. If
-they ever differ, or nothing fits, the capsule is not known in time, and the job's fence is set early instead.
+A replacement must return from the last committed step what its predecessor would have returned,
+with the buffers it would have had. So this *capsule* must be with the agent before any peer can
+commit the step, that is before this rank's last contribution to it; but the function has not
+returned by then. Theory of operation: when a step function returns, it is looked up which of its
+local variables the returned leaves came from; from then on their values are read from the running
+frame just before the last collective of the step, and compared with what is really returned. If
+they ever differ, or nothing fits, the capsule is not known in time, and the job's fence is set
+early instead.
 
 Does not know: when to capture (transaction.py), where the capsule goes.
 """
@@ -30,10 +32,10 @@ _CANDIDATE_ELEMENTS = 4096
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """A capsule's payload. `step`: after which it holds. `result`: codec bytes of what the step returned; None while unknown. `candidates`: local
-    variables by name, while it is not known which of them is returned. `buffers`: rank-local buffers by name. `state`:
-    `run.state`. `log`: what was logged since the last commit. `fence`: the fence that the job has agreed on, if it
-    has."""
+    """A capsule's payload. `step`: after which it holds. `result`: codec bytes of what the step
+    returned; None while unknown. `candidates`: local variables by name, while it is not known which
+    of them is returned. `buffers`: rank-local buffers by name. `state`: `run.state`. `log`: what
+    was logged since the last commit. `fence`: the fence that the job has agreed on, if it has."""
 
     step: int
     result: bytes | None
@@ -45,7 +47,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def flatten(value: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and dicts; a subclass of them (a named tuple, a shape) is a leaf itself."""
+    """The leaves of nested lists, tuples and dicts; a subclass of them (a named tuple, a shape) is
+    a leaf itself."""
     if type(value) in (list, tuple):
         return [leaf for item in value for leaf in flatten(item)]
     if type(value) is dict:
@@ -79,7 +82,11 @@ def _same(leaf: Any, local: Any) -> bool:
             and leaf.is_neg() == local.is_neg()
         )
     if isinstance(local, torch.Tensor):
-        return isinstance(leaf, (bool, int, float)) and _is_number(local) and _equal(local.item(), leaf)
+        return (
+            isinstance(leaf, (bool, int, float))
+            and _is_number(local)
+            and _equal(local.item(), leaf)
+        )
     return isinstance(leaf, (bool, int, float, str)) and _equal(leaf, local)
 
 
@@ -99,8 +106,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 class _Source(NamedTuple):
-    """Where a returned leaf comes from: one of the local variables `names`, as its Python number if `as_number`. Which
-    of them is not known while they have held equal values (two counters at zero). Empty: the leaf is None."""
+    """Where a returned leaf comes from: one of the local variables `names`, as its Python number if
+    `as_number`. Which of them is not known while they have held equal values (two counters at
+    zero). Empty: the leaf is None."""
 
     names: tuple[str, ...]
     as_number: bool
@@ -118,7 +126,8 @@ class _Source(NamedTuple):
 
 
 class ResultReader:
-    """Reads from the running frame of `function`, on thread `thread_id`, what it is going to return."""
+    """Reads from the running frame of `function`, on thread `thread_id`, what it is going to
+    return."""
 
     def __init__(self, function: Callable[..., Any], thread_id: int) -> None:
         self._code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
@@ -157,19 +166,23 @@ class ResultReader:
         return self.predict({name: codec.decode(data) for name, data in candidates.items()})
 
     def candidates(self, names: dict[str, Any]) -> dict[str, bytes]:
-        """Every small local variable that might be returned; used until the first return has been seen."""
+        """Every small local variable that might be returned; used until the first return has been
+        seen."""
         if self._sources is not None or self.failed:
             return {}
         found = {}
         for name, value in names.items():
             small = isinstance(value, torch.Tensor) and value.numel() <= _CANDIDATE_ELEMENTS
             if small or isinstance(value, (bool, int, float, str)):
-                with suppress(UserError):  # a sparse tensor, a number of an enumeration: no candidate
+                with suppress(
+                    UserError
+                ):  # a sparse tensor, a number of an enumeration: no candidate
                     found[name] = codec.encode(value, name)
         return found
 
     def placeholder(self) -> Any:
-        """What stands for a result that is lost: NaN where numbers were, so that nobody takes it for a value."""
+        """What stands for a result that is lost: NaN where numbers were, so that nobody takes it
+        for a value."""
         if self._skeleton is None and not self._lost:  # no return was ever seen
             return None
         return _rebuild(self._skeleton, list(self._lost))
@@ -179,13 +192,17 @@ class ResultReader:
         sources: list[_Source] = []
         leaves = flatten(result)
         skeleton = _rebuild(result, [None] * len(leaves))
-        narrowed = self._sources if self._sources is not None and self._skeleton == skeleton else None
+        narrowed = (
+            self._sources if self._sources is not None and self._skeleton == skeleton else None
+        )
         self._skeleton, self._lost = skeleton, [_lost(leaf) for leaf in leaves]
         self.failed = encode_result(result) is None
         for index, leaf in enumerate(leaves):
             known = narrowed[index].names if narrowed else None
             fitting = tuple(
-                name for name, local in names.items() if (not known or name in known) and _same(leaf, local)
+                name
+                for name, local in names.items()
+                if (not known or name in known) and _same(leaf, local)
             )
             if not fitting and leaf is not None:
                 self.failed = True

@@ -1,10 +1,10 @@
 """Plain data with tensors in it, to bytes and back; nothing decoded here can run code.
 
-Used for what is no big tensor: schedulers' states, results of steps, `run.state`, capsules. A value is encoded as a
-tagged tree of MessagePack: containers keep their type (list, tuple, dict with any plain key, OrderedDict, Counter,
-set), tensors are dtype, shape and bytes, floats are exact. Equal values have equal digests, whatever order their keys
-or members came in: a restored object keeps them in an order of its own.
-"""
+Used for what is no big tensor: schedulers' states, results of steps, `run.state`, capsules. A value
+is encoded as a tagged tree of MessagePack: containers keep their type (list, tuple, dict with any
+plain key, OrderedDict, Counter, set), tensors are dtype, shape and bytes, floats are exact. Equal
+values have equal digests, whatever order their keys or members came in: a restored object keeps
+them in an order of its own."""
 
 from __future__ import annotations
 
@@ -30,18 +30,24 @@ def dtype_named(name: str) -> torch.dtype:
     try:
         return _DTYPES[name]
     except KeyError:
-        raise UserError(f"unknown dtype {name!r} in a state; do all ranks run the same torch?") from None
+        raise UserError(
+            f"unknown dtype {name!r} in a state; do all ranks run the same torch?"
+        ) from None
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements as a flat uint8 tensor on its device; shares memory where it is contiguous."""
+    """The tensor's elements as a flat uint8 tensor on its device; shares memory where it is
+    contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride, and then has no bytes
+    flat = flat.as_strided(
+        flat.shape, (1,)
+    )  # a single element may have any stride, and then has no bytes
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def buffer_of(raw: torch.Tensor) -> Any:
-    """A buffer over the memory of a flat uint8 CPU tensor, without NumPy. The caller keeps `raw` alive."""
+    """A buffer over the memory of a flat uint8 CPU tensor, without NumPy. The caller keeps `raw`
+    alive."""
     return (ctypes.c_char * raw.numel()).from_address(raw.data_ptr()) if raw.numel() else b""
 
 
@@ -101,8 +107,8 @@ def _unpack(tree: list[Any]) -> Any:
 
 
 def encode(value: Any, where: str) -> bytes:
-    """Bytes of plain data. `where` names the value in the UserError that unfit data raises. Tensors on a device are
-    copied to the host, which waits for them."""
+    """Bytes of plain data. `where` names the value in the UserError that unfit data raises. Tensors
+    on a device are copied to the host, which waits for them."""
     try:
         return msgspec.msgpack.encode(_pack(value, where))
     except (UnicodeEncodeError, RecursionError) as error:
@@ -116,7 +122,9 @@ def decode(data: bytes) -> Any:
 
 def digest(data: bytes) -> str:
     """xxh3-128 of `encode`'s bytes; the order of a dict's keys does not count."""
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(_canonical(msgspec.msgpack.decode(data))))
+    return xxhash.xxh3_128_hexdigest(
+        msgspec.msgpack.encode(_canonical(msgspec.msgpack.decode(data)))
+    )
 
 
 def _canonical(tree: list[Any]) -> list[Any]:

@@ -1,11 +1,13 @@
-"""All communicators of this process: their generation, their poison, their building and taking down.
+"""All communicators of this process: their generation, their poison, their building and taking
+down.
 
-Theory of operation: the script holds outer groups, which never change (groups.py); each has an inner group that lives
-in one generation. The first failure on any group poisons all groups of the process, so garbage never reaches a clean
-peer; poison belongs to a generation, so neither a late callback nor a late stop can touch a newer one, and a rebuild
-never clears a newer stop. The main thread never waits inside an inner group: it waits on a guard (groups.Guard),
-which is opened by the inner operation's completion or by the stop, whichever comes first. What an aborted operation
-may still write to is waited for (`quiesce`) before anybody uses the memory again.
+Theory of operation: the script holds outer groups, which never change (groups.py); each has an
+inner group that lives in one generation. The first failure on any group poisons all groups of the
+process, so garbage never reaches a clean peer; poison belongs to a generation, so neither a late
+callback nor a late stop can touch a newer one, and a rebuild never clears a newer stop. The main
+thread never waits inside an inner group: it waits on a guard (groups.Guard), which is opened by the
+inner operation's completion or by the stop, whichever comes first. What an aborted operation may
+still write to is waited for (`quiesce`) before anybody uses the memory again.
 
 Does not know: steps, state, the coordinator's decisions.
 """
@@ -39,7 +41,8 @@ class Answer(enum.Enum):
 
 
 class QuiesceTimeout(EverstepError):
-    """An aborted operation did not end; its memory must not be used again, so this process must be replaced."""
+    """An aborted operation did not end; its memory must not be used again, so this process must be
+    replaced."""
 
 
 class Builder(threading.Thread):
@@ -53,7 +56,9 @@ class Builder(threading.Thread):
         self.inner: Inner | None = None
         self.error: Exception | None = None
         self.finished = False
-        self.abandoned = False  # nobody waits for it any more: what it still builds is its own to take down
+        self.abandoned = (
+            False  # nobody waits for it any more: what it still builds is its own to take down
+        )
         self._make, self._done = make, done
 
     def run(self) -> None:
@@ -68,11 +73,17 @@ MakeInner = Callable[["OuterGroup", int], Inner]
 
 
 class Communicators:
-    """The registry. `make_inner(group, generation)` builds an inner group and may block; `on_fault(generation, error)`
-    is told once a generation that a collective failed here, on the thread where that was seen."""
+    """The registry. `make_inner(group, generation)` builds an inner group and may block;
+    `on_fault(generation, error)` is told once a generation that a collective failed here, on the
+    thread where that was seen."""
 
     def __init__(
-        self, make_inner: MakeInner, on_fault: Callable[[int, BaseException], None], *, generation: int, solo: bool
+        self,
+        make_inner: MakeInner,
+        on_fault: Callable[[int, BaseException], None],
+        *,
+        generation: int,
+        solo: bool,
     ) -> None:
         self._make_inner = make_inner
         self._on_fault = on_fault
@@ -94,10 +105,12 @@ class Communicators:
         self.before_launch: Callable[[int], None] | None = None
         self.trace: list[tuple[str, int]] = []
 
-    # ------------------------------------------------------------ the hot path, called by groups.OuterGroup
+    # ------------------------------------------------------------ the hot path, called by
+    # groups.OuterGroup
 
     def note(self, operation: str, elements: int) -> None:
-        """Count a collective that is about to be launched, and tell `before_launch` its index in the step."""
+        """Count a collective that is about to be launched, and tell `before_launch` its index in
+        the step."""
         trace = self.trace
         if self.before_launch is not None:
             self.before_launch(len(trace))
@@ -126,7 +139,8 @@ class Communicators:
     # ------------------------------------------------------------ failure
 
     def fail(self, generation: int, error: BaseException) -> None:
-        """A collective of `generation` failed here: poison everything and report it, once. Any thread."""
+        """A collective of `generation` failed here: poison everything and report it, once. Any
+        thread."""
         with self._lock:
             if generation != self.generation or self.poisoned:
                 return
@@ -136,7 +150,8 @@ class Communicators:
         self._on_fault(generation, error)
 
     def hold(self, error: BaseException) -> None:
-        """This rank's own attempt failed, and the agent has been told: garbage must not leave the process."""
+        """This rank's own attempt failed, and the agent has been told: garbage must not leave the
+        process."""
         with self._lock:
             if self.poisoned:
                 return
@@ -145,12 +160,14 @@ class Communicators:
         _abort(inners)
 
     def fail_build(self, error: BaseException) -> None:
-        """The groups of the present generation could not be built: give up what there is of them, and report it."""
+        """The groups of the present generation could not be built: give up what there is of them,
+        and report it."""
         _abort(self._present())
         self._on_fault(self.generation, error)
 
     def stop(self, generation: int) -> None:
-        """Stop `generation` and all older ones: free the main thread, shut the sockets. Any thread."""
+        """Stop `generation` and all older ones: free the main thread, shut the sockets. Any
+        thread."""
         with self._lock:
             self.stopped = max(self.stopped, generation)
             if generation < self.generation:
@@ -176,7 +193,8 @@ class Communicators:
             raise Stopped(self.stopped)
 
     def _present(self) -> list[Inner]:
-        """The inner groups of now. Looked up together with the poisoning: later ones may be of a newer generation."""
+        """The inner groups of now. Looked up together with the poisoning: later ones may be of a
+        newer generation."""
         with self._lock:
             inners = [inner for _, inner in self._unbuilt]
             inners += [group.inner for group in self.groups if group.inner is not None]
@@ -194,13 +212,13 @@ class Communicators:
             guard.await_release()
 
     def quiesce(self, timeout_s: float) -> None:
-        """After a stop: wait until no aborted operation can write to the script's tensors any more, then hand the old
-        inner groups to the reaper. Raises QuiesceTimeout.
+        """After a stop: wait until no aborted operation can write to the script's tensors any more,
+        then hand the old inner groups to the reaper. Raises QuiesceTimeout.
 
-        gloo loses a send whose socket breaks at the wrong moment: its thread then sits out the operation's time-out.
-        Such a thread can do no harm once the group's connections are closed, so it is left behind; only operations
-        that may still be queued behind it (a group has two threads) could write, and are waited for.
-        """
+        gloo loses a send whose socket breaks at the wrong moment: its thread then sits out the
+        operation's time-out. Such a thread can do no harm once the group's connections are closed,
+        so it is left behind; only operations that may still be queued behind it (a group has two
+        threads) could write, and are waited for."""
         deadline = time.monotonic() + timeout_s
         if not self._wait_idle(min(_PROMPT_S, timeout_s)):
             inners = [group.inner for group in self.groups if group.inner is not None]
@@ -214,7 +232,9 @@ class Communicators:
                         break
                 if time.monotonic() >= deadline:
                     names = ", ".join(sorted(left))
-                    raise QuiesceTimeout(f"aborted collectives did not end in {timeout_s:g} s: {names}")
+                    raise QuiesceTimeout(
+                        f"aborted collectives did not end in {timeout_s:g} s: {names}"
+                    )
         for group in self.groups:
             inner, group.inner = group.inner, None
             if inner is not None:
@@ -233,7 +253,8 @@ class Communicators:
     # ------------------------------------------------------------ building
 
     def add(self, group: OuterGroup) -> None:
-        """Register an outer group that the script just made, and build its inner group unless solo. Blocks."""
+        """Register an outer group that the script just made, and build its inner group unless solo.
+        Blocks."""
         with self._lock:
             self.groups.append(group)
         if not self.solo:
@@ -254,7 +275,8 @@ class Communicators:
             self._reap(inner)
 
     def rebuild(self, generation: int) -> None:
-        """Build the inner groups of all outer groups under `generation`. Blocks. Raises Stopped if it is stopped."""
+        """Build the inner groups of all outer groups under `generation`. Blocks. Raises Stopped if
+        it is stopped."""
         with self._lock:
             if self.stopped >= generation:
                 raise Stopped(self.stopped)

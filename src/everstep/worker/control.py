@@ -1,10 +1,10 @@
 """The worker's end of the control channel: one listening thread, a mailbox, and the stop.
 
-Theory of operation: the listening thread reads messages as they come. A `Stop` is acted on at once, on that thread,
-through `on_stop`, so that the main thread is freed whatever it waits in; everything else goes to the mailbox, where
-the main thread takes it. Every wait has a deadline and ends early when a generation is stopped. When the agent is
-gone the process ends: a worker without an agent can neither recover nor be stopped.
-"""
+Theory of operation: the listening thread reads messages as they come. A `Stop` is acted on at once,
+on that thread, through `on_stop`, so that the main thread is freed whatever it waits in; everything
+else goes to the mailbox, where the main thread takes it. Every wait has a deadline and ends early
+when a generation is stopped. When the agent is gone the process ends: a worker without an agent can
+neither recover nor be stopped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ControlTimeout(EverstepError):
 
 
 class Control:
-    """Messages to and from the agent. `send` and the waits may be called on any thread; waits block."""
+    """Messages to and from the agent. `send` and the waits may be called on any thread; waits
+    block."""
 
     def __init__(self, sock: socket.socket, on_stop: Callable[[int], None]) -> None:
         self._channel: BlockingChannel[messages.ToWorker] = BlockingChannel(sock, messages.ToWorker)
@@ -54,7 +55,8 @@ class Control:
         self._thread.start()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Hand one message to the kernel; it outlives this process. Ends the process if the agent is gone."""
+        """Hand one message to the kernel; it outlives this process. Ends the process if the agent
+        is gone."""
         try:
             self._channel.send(message)
         except OSError:
@@ -87,10 +89,11 @@ class Control:
         generation: int | None = None,
         match: Callable[[M], bool] = lambda _: True,
     ) -> M:
-        """The next message of `kind` that matches; older ones of that kind which do not match are dropped.
+        """The next message of `kind` that matches; older ones of that kind which do not match are
+        dropped.
 
-        Raises Stopped when a generation >= `generation` is stopped first, ControlTimeout after `timeout_s` seconds.
-        """
+        Raises Stopped when a generation >= `generation` is stopped first, ControlTimeout after
+        `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         with self._condition:
             while True:
@@ -114,12 +117,15 @@ class Control:
     def exchange(
         self, generation: int, group: str, rank: int, size: int, payload: bytes, timeout_s: float
     ) -> dict[int, bytes]:
-        """All-gather `payload` among the `size` members of `group`, through the agent, in one round.
+        """All-gather `payload` among the `size` members of `group`, through the agent, in one
+        round.
 
         Raises Stopped or ControlTimeout. Blocks; any thread.
         """
         self.send(
-            messages.Address(generation=generation, group=group, rank=rank, size=size, payload=payload)
+            messages.Address(
+                generation=generation, group=group, rank=rank, size=size, payload=payload
+            )
         )
         deadline = time.monotonic() + timeout_s
         with self._condition:

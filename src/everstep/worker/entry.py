@@ -1,10 +1,10 @@
 """What a step found when it began, so that a failed attempt leaves no trace.
 
-At a step's entry this keeps what an attempt may touch before its update: gradients, rank-local buffers, param_groups,
-schedulers and other objects. Gradients are copied only where the script carries them from step to step; a script that
-clears them at the start of its step (`zero_grad` first) is recognised by what it did with the old ones, and then they
-are put back as none. Parameters and optimizer state are not kept: nothing before the fence changes them.
-"""
+At a step's entry this keeps what an attempt may touch before its update: gradients, rank-local
+buffers, param_groups, schedulers and other objects. Gradients are copied only where the script
+carries them from step to step; a script that clears them at the start of its step (`zero_grad`
+first) is recognised by what it did with the old ones, and then they are put back as none.
+Parameters and optimizer state are not kept: nothing before the fence changes them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from everstep.worker.state import Leaves, State, digest_of, local
 
 
 class _Gradient(NamedTuple):
-    """A parameter's gradient at the entry: the tensor and a copy of it, if it is to be put back, and always a weak
-    reference (a strong one would keep the memory of a gradient that the script lets go) with its version then."""
+    """A parameter's gradient at the entry: the tensor and a copy of it, if it is to be put back,
+    and always a weak reference (a strong one would keep the memory of a gradient that the script
+    lets go) with its version then."""
 
     parameter: torch.Tensor
     kept: torch.Tensor | None
@@ -32,7 +33,8 @@ class _Gradient(NamedTuple):
 
 
 class Undo:
-    """A copy of all that an update changes, taken before the first of several updates in one step."""
+    """A copy of all that an update changes, taken before the first of several updates in one
+    step."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -41,7 +43,8 @@ class Undo:
         self._leaves = state.leaves()
 
     def put_back(self) -> None:
-        """Undo the updates: parameters, optimizer state (what they created is removed), param_groups, objects."""
+        """Undo the updates: parameters, optimizer state (what they created is removed),
+        param_groups, objects."""
         targets = self._state.adopt([spec for spec, _ in self._replicas])
         with torch.no_grad():
             for target, copy in zip(targets, self._copies, strict=True):
@@ -56,20 +59,27 @@ class Entry:
         self._state = state
         self._leaves: Leaves = state.leaves()
         self._buffers = {  # while it is being learned which of them change, all may have to be put back
-            name: b.detach().clone() for name, b in state.buffers() if learn_buffers or name in state.changing
+            name: b.detach().clone()
+            for name, b in state.buffers()
+            if learn_buffers or name in state.changing
         }
-        self._buffer_digests = {name: digest_of([b]) for name, b in state.buffers()} if learn_buffers else {}
+        self._buffer_digests = (
+            {name: digest_of([b]) for name, b in state.buffers()} if learn_buffers else {}
+        )
         self._gradients: list[_Gradient] = []
         for _, parameter in state.parameters():
             grad = parameter.grad
             copied = grad.detach().clone() if grad is not None and copy_gradients else None
             kept = grad if copied is not None else None
             seen = TensorWeakRef(grad) if grad is not None else None
-            self._gradients.append(_Gradient(parameter, kept, copied, seen, grad._version if grad is not None else 0))
+            self._gradients.append(
+                _Gradient(parameter, kept, copied, seen, grad._version if grad is not None else 0)
+            )
         self.had_gradients = any(item.seen is not None for item in self._gradients)
 
     def changed_buffers(self) -> tuple[str, ...]:
-        """Buffers that are not what they were at the entry. Only where `learn_buffers` was asked for."""
+        """Buffers that are not what they were at the entry. Only where `learn_buffers` was asked
+        for."""
         return tuple(
             name
             for name, buffer in self._state.buffers()
@@ -78,7 +88,8 @@ class Entry:
         )
 
     def carried(self) -> bool:
-        """Whether the step added to gradients that were there at its entry, or zeroed them in place."""
+        """Whether the step added to gradients that were there at its entry, or zeroed them in
+        place."""
         return any(item.carried() for item in self._gradients)
 
     def put_back(self) -> None:
@@ -95,8 +106,9 @@ class Entry:
 
 
 class GradientPolicy:
-    """Learns whether gradients at a step's entry matter. While unknown, they are copied. A script that accumulates
-    over several steps clears them at the start of some: once a step has carried them, they are copied for good."""
+    """Learns whether gradients at a step's entry matter. While unknown, they are copied. A script
+    that accumulates over several steps clears them at the start of some: once a step has carried
+    them, they are copied for good."""
 
     def __init__(self) -> None:
         self._copies = True
@@ -108,6 +120,7 @@ class GradientPolicy:
         return self._copies
 
     def learn(self, entry: Entry) -> None:
-        """A step that began with `entry` has ended. A step without gradients at its entry teaches nothing."""
+        """A step that began with `entry` has ended. A step without gradients at its entry teaches
+        nothing."""
         if entry.had_gradients and not self._carries:
             self._copies = self._carries = entry.carried()

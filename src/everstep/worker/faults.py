@@ -1,8 +1,8 @@
-"""Faults on purpose, in the process that trains: at the named place of the named step, do what the spec says.
+"""Faults on purpose, in the process that trains: at the named place of the named step, do what the
+spec says.
 
-A fault is told to the agent before it fires, so that it fires once a job, whatever becomes of this process. It never
-fires in a rehearsal.
-"""
+A fault is told to the agent before it fires, so that it fires once a job, whatever becomes of this
+process. It never fires in a rehearsal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ import torch
 from everstep.wire import messages
 from everstep.worker.control import Control
 
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "segv": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+}
 
 
 class ChaosError(RuntimeError):
@@ -24,7 +29,8 @@ class ChaosError(RuntimeError):
 
 
 class Faults:
-    """The faults that are still to fire on this rank. `step` is set by the transaction: the step under way, or 0."""
+    """The faults that are still to fire on this rank. `step` is set by the transaction: the step
+    under way, or 0."""
 
     def __init__(self, specs: tuple[messages.ChaosSpec, ...], control: Control) -> None:
         self._pending = list(specs)
@@ -32,7 +38,8 @@ class Faults:
         self.step = 0
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Stand in the middle of the module's forward and backward pass, if a fault is due there."""
+        """Stand in the middle of the module's forward and backward pass, if a fault is due
+        there."""
         places = {spec.at for spec in self._pending}
         leaves = [m for m in module.modules() if next(m.children(), None) is None]
         if "forward" in places and leaves:
@@ -48,7 +55,8 @@ class Faults:
         self.fire("backward")
 
     def fire(self, at: str) -> None:
-        """Do what is due at place `at` of the step under way. May not return; raises ChaosError for `raise`."""
+        """Do what is due at place `at` of the step under way. May not return; raises ChaosError for
+        `raise`."""
         if not self._pending or not self.step:
             return
         for spec in list(self._pending):

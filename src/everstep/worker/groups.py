@@ -1,15 +1,15 @@
 """The c10d backend `everstep`: an outer process group around a swappable inner one.
 
-DDP, DeviceMesh and functional collectives hold the outer group; it never changes. A collective does one of three
-things: *live*, it is launched on the inner group and returns a guard; *poisoned*, it completes at once with outputs
-that are filled (zeros inside a step, NaN after the update, an exception outside); *solo*, it answers as if every peer
-held what this rank holds.
+DDP, DeviceMesh and functional collectives hold the outer group; it never changes. A collective does
+one of three things: *live*, it is launched on the inner group and returns a guard; *poisoned*, it
+completes at once with outputs that are filled (zeros inside a step, NaN after the update, an
+exception outside); *solo*, it answers as if every peer held what this rank holds.
 
-Each collective is one row of `_OPERATIONS`: where its outputs are among its arguments, and how it answers solo. A
-failed or poisoned broadcast inside a step leaves the tensor as it was, and one outside a small tensor: it holds valid
-data before the call (bucket indices, configuration, DDP's constant buffers), code that reads it would crash on zeros,
-and nobody would put a constant back. After the update its floats are lost like those of any other.
-"""
+Each collective is one row of `_OPERATIONS`: where its outputs are among its arguments, and how it
+answers solo. A failed or poisoned broadcast inside a step leaves the tensor as it was, and one
+outside a small tensor: it holds valid data before the call (bucket indices, configuration, DDP's
+constant buffers), code that reads it would crash on zeros, and nobody would put a constant back.
+After the update its floats are lost like those of any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp, Work
+from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Work
 
 from everstep.errors import PeerError, UserError
 from everstep.worker.communicators import Answer, Communicators, tensors_of
@@ -34,7 +34,12 @@ class Guard(Work):
     """The Work that a collective returns: opened by the inner operation's end or by the stop."""
 
     def __init__(
-        self, communicators: Communicators, generation: int, outputs: Any, fill: Callable[[], None], operation: str
+        self,
+        communicators: Communicators,
+        generation: int,
+        outputs: Any,
+        fill: Callable[[], None],
+        operation: str,
     ) -> None:
         super().__init__()
         self.operation = operation
@@ -56,8 +61,8 @@ class Guard(Work):
         self.source = 0
 
     def stage(self, arrived: Callable[[], None]) -> None:
-        """The inner operation writes to a buffer of its own, so nobody need wait for it after a stop; `arrived` copies
-        from there when it has ended in time."""
+        """The inner operation writes to a buffer of its own, so nobody need wait for it after a
+        stop; `arrived` copies from there when it has ended in time."""
         self._arrived = arrived
         self.detached = True
 
@@ -104,7 +109,9 @@ class Guard(Work):
             self._poisoned = True
             self._communicators.touched = True
             self._fill()
-        elif self._arrived is not None:  # only with the token in hand: after a stop nobody may write any more
+        elif (
+            self._arrived is not None
+        ):  # only with the token in hand: after a stop nobody may write any more
             self._arrived()
         self._released = True
         self._communicators.open.pop(id(self), None)
@@ -128,7 +135,8 @@ class Guard(Work):
             self._gate.release()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Block until the collective has ended or was stopped. Raises PeerError outside of a step if it was."""
+        """Block until the collective has ended or was stopped. Raises PeerError outside of a step
+        if it was."""
         if not self._released:
             seconds = timeout.total_seconds() if timeout else 0.0
             if not self._gate.acquire(timeout=seconds if 0 < seconds < _FOREVER_S else -1):
@@ -256,7 +264,8 @@ def _keeps(tensor: torch.Tensor, answer: Answer) -> bool:
 
 
 def _solo_reduce(group: OuterGroup, tensors: Any, opts: Any) -> None:
-    """As if all peers held the same: a sum is `size` times, a product a power, everything else stays."""
+    """As if all peers held the same: a sum is `size` times, a product a power, everything else
+    stays."""
     operation = getattr(opts, "reduceOp", None)
     kind = ReduceOp.SUM if operation is None else operation
     for tensor in tensors_of(tensors):
@@ -276,7 +285,9 @@ def _solo_gather(group: OuterGroup, outputs: Any, inputs: Any) -> None:
 
 def _solo_gather_single(group: OuterGroup, output: Any, own: Any) -> None:
     if output.numel():
-        output.detach().view(group.size(), -1).copy_(own.detach().reshape(1, -1).expand(group.size(), -1))
+        output.detach().view(group.size(), -1).copy_(
+            own.detach().reshape(1, -1).expand(group.size(), -1)
+        )
 
 
 def _solo_reduce_scatter(group: OuterGroup, outputs: Any, inputs: Any, opts: Any) -> None:
@@ -310,8 +321,9 @@ def _solo_all_to_all(group: OuterGroup, outputs: Any, inputs: Any) -> None:
 
 
 class OuterGroup(dist.ProcessGroup):
-    """What the script's wrappers hold. Made by c10d through the backend's creator; registered with `communicators`,
-    which sets `inner`. Collectives may be called on any thread, as with any process group."""
+    """What the script's wrappers hold. Made by c10d through the backend's creator; registered with
+    `communicators`, which sets `inner`. Collectives may be called on any thread, as with any
+    process group."""
 
     def __init__(
         self, communicators: Communicators, rank: int, size: int, name: str, ranks: tuple[int, ...]
@@ -321,7 +333,9 @@ class OuterGroup(dist.ProcessGroup):
         self.ranks = ranks
         self._communicators = communicators
         self._rank, self._size, self.name_ = rank, size, name
-        self._other = (rank + 1) % size  # whom a receive from anybody names when it was poisoned: never itself
+        self._other = (
+            rank + 1
+        ) % size  # whom a receive from anybody names when it was poisoned: never itself
         communicators.add(self)
 
     @property
@@ -424,11 +438,18 @@ class OuterGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
-        return self._run("allreduce", tensors, (tensors, opts), lambda: _solo_reduce(self, tensors, opts))
+        return self._run(
+            "allreduce", tensors, (tensors, opts), lambda: _solo_reduce(self, tensors, opts)
+        )
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or dist.AllreduceCoalescedOptions()
-        return self._run("allreduce_coalesced", tensors, (tensors, opts), lambda: _solo_reduce(self, tensors, opts))
+        return self._run(
+            "allreduce_coalesced",
+            tensors,
+            (tensors, opts),
+            lambda: _solo_reduce(self, tensors, opts),
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or dist.BroadcastOptions()
@@ -436,16 +457,21 @@ class OuterGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or dist.ReduceOptions()
-        return self._run("reduce", tensors, (tensors, opts), lambda: _solo_reduce(self, tensors, opts))
+        return self._run(
+            "reduce", tensors, (tensors, opts), lambda: _solo_reduce(self, tensors, opts)
+        )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         return self._run(
-            "allgather", outputs, (outputs, inputs, opts), lambda: _solo_gather(self, outputs, inputs)
+            "allgather",
+            outputs,
+            (outputs, inputs, opts),
+            lambda: _solo_gather(self, outputs, inputs),
         )
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
 
         def solo() -> None:
             for row in outputs:
@@ -454,16 +480,23 @@ class OuterGroup(dist.ProcessGroup):
         return self._run("allgather_coalesced", outputs, (outputs, inputs, opts), solo)
 
     def all_gather_single(self, output: Any, own: Any, opts: Any = None) -> Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         return self._run(
-            "_allgather_base", [output], (output, own, opts), lambda: _solo_gather_single(self, output, own)
+            "_allgather_base",
+            [output],
+            (output, own, opts),
+            lambda: _solo_gather_single(self, output, own),
         )
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """What functional collectives and DTensor call. gloo's Python side has none, so it is one by one."""
-        return Several([self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+        """What functional collectives and DTensor call. gloo's Python side has none, so it is one
+        by one."""
+        return Several(
+            [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)],
+            outputs,
+        )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -488,22 +521,35 @@ class OuterGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return Several([self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)], outputs)
+        return Several(
+            [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)],
+            outputs,
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         opts = opts or dist.GatherOptions()
-        return self._run("gather", outputs, (outputs, inputs, opts), lambda: _solo_gather(self, outputs, inputs))
+        return self._run(
+            "gather", outputs, (outputs, inputs, opts), lambda: _solo_gather(self, outputs, inputs)
+        )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         opts = opts or dist.ScatterOptions()
-        return self._run("scatter", outputs, (outputs, inputs, opts), lambda: _solo_scatter(self, outputs, inputs))
+        return self._run(
+            "scatter",
+            outputs,
+            (outputs, inputs, opts),
+            lambda: _solo_scatter(self, outputs, inputs),
+        )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         opts = opts or dist.AllToAllOptions()
         return self._run(
-            "alltoall", outputs, (outputs, inputs, opts), lambda: _solo_all_to_all(self, outputs, inputs)
+            "alltoall",
+            outputs,
+            (outputs, inputs, opts),
+            lambda: _solo_all_to_all(self, outputs, inputs),
         )
 
     def all_to_all_single(
@@ -530,7 +576,8 @@ class OuterGroup(dist.ProcessGroup):
         return self._run("recv", tensors, (tensors, src, tag), lambda: _fill(tensors, Answer.ZEROS))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        """gloo can't be woken from it by any means but its time-out, so it receives into a buffer of its own."""
+        """gloo can't be woken from it by any means but its time-out, so it receives into a buffer
+        of its own."""
         staged = [torch.empty_like(tensor) for tensor in tensors]
 
         def arrived() -> None:
@@ -550,18 +597,23 @@ def _broken(operation: str) -> str:
 
 
 def _lost_peer(operation: str, error: RuntimeError) -> bool:
-    """Whether a launch failed because of a peer: only gloo's point-to-point calls notice that at the launch; what
-    other collectives raise there is about their arguments."""
+    """Whether a launch failed because of a peer: only gloo's point-to-point calls notice that at
+    the launch; what other collectives raise there is about their arguments."""
     return operation in ("send", "recv", "recv_anysource") and "gloo/transport" in str(error)
 
 
 def register(communicators: Communicators) -> None:
-    """Register the backend with c10d. Once a process; raises UserError if another `everstep` backend is there."""
+    """Register the backend with c10d. Once a process; raises UserError if another `everstep`
+    backend is there."""
     if BACKEND.upper() in dist.Backend._plugins:
-        raise UserError("a c10d backend named 'everstep' is registered already; call everstep.init() once")
+        raise UserError(
+            "a c10d backend named 'everstep' is registered already; call everstep.init() once"
+        )
 
     def create(options: Any, _backend_options: Any) -> OuterGroup:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        return OuterGroup(communicators, options.group_rank, options.group_size, options.group_id, ranks)
+        return OuterGroup(
+            communicators, options.group_rank, options.group_size, options.group_id, ranks
+        )
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])

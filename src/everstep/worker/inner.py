@@ -1,9 +1,10 @@
 """The inner groups: what an outer group swaps at a regroup. Here gloo; nccl will stand beside it.
 
-Theory of operation: an inner group lives in one generation. It is built on a builder thread, aborted from any thread,
-and destroyed on a reaper thread, because gloo's constructor and destructor both wait for peers that may be dead. The
-addresses of all members travel in one round through the control plane (a pure Python store that answers gloo's
-bootstrap), so no store server and no rank must outlive the others.
+Theory of operation: an inner group lives in one generation. It is built on a builder thread,
+aborted from any thread, and destroyed on a reaper thread, because gloo's constructor and destructor
+both wait for peers that may be dead. The addresses of all members travel in one round through the
+control plane (a pure Python store that answers gloo's bootstrap), so no store server and no rank
+must outlive the others.
 
 Does not know: what a collective means, poison, steps.
 """
@@ -36,7 +37,8 @@ class Inner(Protocol):
         ...
 
     def silent(self) -> bool:
-        """Whether all its connections are closed, so that nothing can arrive in anybody's memory any more."""
+        """Whether all its connections are closed, so that nothing can arrive in anybody's memory
+        any more."""
         ...
 
     def destroy(self) -> None:
@@ -53,11 +55,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExchangeStore(Store):
-    """A store that is one all-gather: the first `get` or `wait` sends what was set and brings everybody's.
+    """A store that is one all-gather: the first `get` or `wait` sends what was set and brings
+    everybody's.
 
-    torch's gloo sets one key a rank (its address blob) and then reads all. Blocks in the exchange; raises what the
-    exchange raises.
-    """
+    torch's gloo sets one key a rank (its address blob) and then reads all. Blocks in the exchange;
+    raises what the exchange raises."""
 
     def __init__(self, host: str, port: int, exchange: Exchange) -> None:
         super().__init__()
@@ -95,10 +97,14 @@ class ExchangeStore(Store):
             try:
                 answers = self._exchange(msgspec.msgpack.encode(self._entry))
             except Exception as error:
-                self.error = error  # c10d wraps what a Python store raises; the builder raises this one
+                self.error = (
+                    error  # c10d wraps what a Python store raises; the builder raises this one
+                )
                 raise
             entries = [msgspec.msgpack.decode(answer, type=Entry) for answer in answers.values()]
-            self.peers = frozenset((e.host, e.port) for e in entries) - {(self._entry.host, self._entry.port)}
+            self.peers = frozenset((e.host, e.port) for e in entries) - {
+                (self._entry.host, self._entry.port)
+            }
             self._keys = {key: value for entry in entries for key, value in entry.keys.items()}
         return self._keys
 
@@ -107,7 +113,8 @@ _device_lock = threading.Lock()
 
 
 def _listening_device(host: str) -> tuple[Any, sockets.Address]:
-    """A gloo device and the address it listens at. gloo does not tell it: it is the listening socket that came."""
+    """A gloo device and the address it listens at. gloo does not tell it: it is the listening
+    socket that came."""
     with _device_lock:
         for _ in range(8):
             before = sockets.listening_addresses()
@@ -120,8 +127,8 @@ def _listening_device(host: str) -> tuple[Any, sockets.Address]:
 
 
 class GlooInner:
-    """A ProcessGroupGloo of one generation. The constructor blocks until all members are connected (bounded by
-    `build_timeout_s`); call it on a builder thread."""
+    """A ProcessGroupGloo of one generation. The constructor blocks until all members are connected
+    (bounded by `build_timeout_s`); call it on a builder thread."""
 
     def __init__(
         self,
@@ -157,5 +164,6 @@ class GlooInner:
         return sockets.connected(self._own, self._store.peers) == 0
 
     def destroy(self) -> None:
-        """Drop the group, once. Blocks until gloo's threads have ended; call it on a reaper thread."""
+        """Drop the group, once. Blocks until gloo's threads have ended; call it on a reaper
+        thread."""
         self.__dict__.pop("group", None)

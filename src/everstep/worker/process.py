@@ -1,9 +1,8 @@
 """The life of a worker process, from the fork to the exit code.
 
-The zygote calls `run_worker` in the child. The script runs as `__main__`, from its top; `everstep.init()` finds the
-worker here. The exit code is the script's; what it raised is told to the agent first, so that the first cause can be
-shown.
-"""
+The zygote calls `run_worker` in the child. The script runs as `__main__`, from its top;
+`everstep.init()` finds the worker here. The exit code is the script's; what it raised is told to
+the agent first, so that the first cause can be shown."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ def current_run() -> Run | None:
 
 
 def run_worker(spec: messages.WorkerSpec, control: socket.socket) -> int:
-    """Run the script under the agent that holds the other end of `control`. Returns the exit code. Main thread."""
+    """Run the script under the agent that holds the other end of `control`. Returns the exit code.
+    Main thread."""
     global _worker
     import time
 
@@ -89,7 +89,7 @@ def _located(error: UserError) -> str:
 
 def _ours(filename: str) -> bool:
     package = str(Path(__file__).resolve().parents[1])
-    return filename.startswith((package, "<frozen"))  or "runpy" in filename
+    return filename.startswith((package, "<frozen")) or "runpy" in filename
 
 
 def _exit_code(leaving: SystemExit) -> int:

@@ -1,9 +1,10 @@
 """Standing still and coming back: park, regroup, fetch or serve, receipt.
 
-Theory of operation: once a generation is stopped, the worker waits until its aborted collectives can write nowhere,
-puts its state in order, and reports what it holds (`Park`). The coordinator answers with a new generation and a plan
-(`Regroup`): communicators are rebuilt, state travels, the receipt is checked. A stop at any moment of this begins it
-again. The plan's step is reached when `run` returns.
+Theory of operation: once a generation is stopped, the worker waits until its aborted collectives
+can write nowhere, puts its state in order, and reports what it holds (`Park`). The coordinator
+answers with a new generation and a plan (`Regroup`): communicators are rebuilt, state travels, the
+receipt is checked. A stop at any moment of this begins it again. The plan's step is reached when
+`run` returns.
 
 Does not know: the step function, why the stop came.
 """
@@ -24,13 +25,15 @@ from everstep.worker.control import Stopped
 from everstep.worker.progress import Phase
 from everstep.worker.runtime import Worker
 
-# How long a parked worker waits for the coordinator. The coordinator has tighter deadlines of its own and the end of
-# its process is noticed at once; this one only makes sure that no wait is without end.
+# How long a parked worker waits for the coordinator. The coordinator has tighter deadlines of its
+# own and the end of its process is noticed at once; this one only makes sure that no wait is
+# without end.
 PATIENCE_S = 86_400.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a recovery led. `step`: committed steps now. `capsule`: this rank's own of that step, for FETCH."""
+    """Where a recovery led. `step`: committed steps now. `capsule`: this rank's own of that step,
+    for FETCH."""
 
     decision: Decision
     step: int
@@ -38,7 +41,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovery:
-    """Recovers one worker, on its main thread. `gradients`: whether gradients are part of the state."""
+    """Recovers one worker, on its main thread. `gradients`: whether gradients are part of the
+    state."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -53,8 +57,9 @@ class Recovery:
         settle: Callable[[], None] | None = None,
         passes: int = 0,
     ) -> Outcome:
-        """Park and come back. `settle` puts the state in order, once aborted collectives have ended; for a rank that
-        can advance, whose gradients are still needed, only when it is told not to. Blocks."""
+        """Park and come back. `settle` puts the state in order, once aborted collectives have
+        ended; for a rank that can advance, whose gradients are still needed, only when it is told
+        not to. Blocks."""
         worker = self._worker
         settle = settle or _nothing
         while True:
@@ -67,7 +72,10 @@ class Recovery:
             holding = Holding(committed=worker.committed, torn=torn, can_advance=can_advance)
             worker.control.send(
                 messages.Park(
-                    generation=generation, holding=holding, t=time.monotonic(), rehearsed_passes=passes
+                    generation=generation,
+                    holding=holding,
+                    t=time.monotonic(),
+                    rehearsed_passes=passes,
                 )
             )
             try:
@@ -79,7 +87,9 @@ class Recovery:
                 )
                 worker.phase(Phase.RECOVER)
                 worker.communicators.rebuild(regroup.generation)
-                worker.control.send(messages.Built(generation=regroup.generation, t=time.monotonic()))
+                worker.control.send(
+                    messages.Built(generation=regroup.generation, t=time.monotonic())
+                )
             except Stopped:
                 continue
             except Exception as error:  # the group could not be built: a peer died meanwhile
@@ -111,7 +121,8 @@ class Recovery:
         return Outcome(decision=regroup.plan.decision, step=regroup.step, capsule=capsule)
 
     def advanced(self) -> bool:
-        """After an advancing rank has committed: do its part of the plan. False if it was stopped meanwhile."""
+        """After an advancing rank has committed: do its part of the plan. False if it was stopped
+        meanwhile."""
         regroup, self._owed = self._owed, None
         if regroup is None:
             return True
@@ -168,6 +179,8 @@ class _Exchange(threading.Thread):
         assert worker.state is not None
         inner = worker.world.inner
         if plan.sinks:
-            self.digest = transfer.serve(inner.group, worker.state, plan.sinks, gradients=self._gradients)
+            self.digest = transfer.serve(
+                inner.group, worker.state, plan.sinks, gradients=self._gradients
+            )
         if plan.decision is Decision.FETCH:
             self.digest, self.nbytes = transfer.fetch(inner.group, worker.state, plan.sources)

@@ -1,12 +1,13 @@
-"""Keyed random streams: every generator is seeded anew, from (key, step), at each step's start and end.
+"""Keyed random streams: every generator is seeded anew, from (key, step), at each step's start and
+end.
 
-Theory of operation: at `protect`, the state of each of the rank's generators (torch with its devices, Python, NumPy)
-is hashed into that generator's key; the three together are the rank's key. A step starts with all generators seeded
-from (their key, step, "step"), so a second attempt draws the same numbers as the first; after the commit they are
-seeded from (key, step, "after"). So no state of a generator ever needs to be saved, a replacement has its own rank's
-streams and never its donor's, and ranks that the script had seeded alike stay alike. Each generator has a key of its
-own, so that one which the script did not seed does not make the others differ from run to run.
-"""
+Theory of operation: at `protect`, the state of each of the rank's generators (torch with its
+devices, Python, NumPy) is hashed into that generator's key; the three together are the rank's key.
+A step starts with all generators seeded from (their key, step, "step"), so a second attempt draws
+the same numbers as the first; after the commit they are seeded from (key, step, "after"). So no
+state of a generator ever needs to be saved, a replacement has its own rank's streams and never its
+donor's, and ranks that the script had seeded alike stay alike. Each generator has a key of its own,
+so that one which the script did not seed does not make the others differ from run to run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the script sees of a protected run.
 
-`Run` is made by `everstep.init()`. It is thin: a step is transaction.py's, a recovery recovery.py's.
-"""
+`Run` is made by `everstep.init()`. It is thin: a step is transaction.py's, a recovery
+recovery.py's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Run:
         self._worker = worker
         self._step: Step | None = None
         self._once_calls: dict[str, int] = {}
-        store = dist.HashStore()  # c10d wants one; addresses travel through the control plane instead
+        store = (
+            dist.HashStore()
+        )  # c10d wants one; addresses travel through the control plane instead
         dist.init_process_group(
             BACKEND, store=store, rank=worker.spec.rank, world_size=worker.spec.world_size
         )
@@ -74,8 +76,8 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Plain values that steer the script (a best loss, a patience counter). What is in it when a step commits
-        is what a replacement of this rank finds in it."""
+        """Plain values that steer the script (a best loss, a patience counter). What is in it when
+        a step commits is what a replacement of this rank finds in it."""
         return self._worker.values
 
     # ------------------------------------------------------------ set-up
@@ -88,8 +90,8 @@ class Run:
         seed: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> BatchSource:
-        """Where batches come from: a map-style dataset, read in an order keyed by (seed, epoch), `batch_size` samples
-        a rank; or a function `batch_at(step, rank, world_size)`.
+        """Where batches come from: a map-style dataset, read in an order keyed by (seed, epoch),
+        `batch_size` samples a rank; or a function `batch_at(step, rank, world_size)`.
 
         Raises UserError for anything else. `run.batches` uses the source last made.
         """
@@ -108,9 +110,9 @@ class Run:
         """Name the state that must survive: modules, optimizers, lists of them, any object with
         `state_dict`/`load_state_dict`, and the source of `run.data`.
 
-        Blocks until all ranks have called it and hold the same. Raises UserError for what can't be protected, when
-        called twice or after the first step; the job ends if ranks that should be replicas differ.
-        """
+        Blocks until all ranks have called it and hold the same. Raises UserError for what can't be
+        protected, when called twice or after the first step; the job ends if ranks that should be
+        replicas differ."""
         worker = self._worker
         if worker.committed or (self._step is not None and self._step.began):
             raise UserError("protect() was called after the first step; call it before")
@@ -118,7 +120,9 @@ class Run:
             raise UserError("protect() was called twice; name everything in one call")
         sources = [name for name, thing in things.items() if isinstance(thing, BatchSource)]
         if len(sources) > 1:
-            raise UserError(f"protect() got several data sources ({', '.join(sources)}); a run reads from one")
+            raise UserError(
+                f"protect() got several data sources ({', '.join(sources)}); a run reads from one"
+            )
         for name in sources:
             worker.source = things.pop(name)
         state = State(things)
@@ -140,9 +144,8 @@ class Run:
     def step(self, function: Callable[..., T]) -> Callable[..., T]:
         """Make `function` a step: it commits on all ranks, or is done again as if it had not begun.
 
-        The function takes the batch and may return plain data or tensors. It is called once for each batch of
-        `run.batches`. Decorator; once a run.
-        """
+        The function takes the batch and may return plain data or tensors. It is called once for
+        each batch of `run.batches`. Decorator; once a run."""
         if self._step is not None:
             raise UserError("run.step was used twice; put all updates of a step into one function")
         self._step = Step(self._worker, function)
@@ -151,10 +154,12 @@ class Run:
     # ------------------------------------------------------------ the loop
 
     def batches(self, *, until: int) -> Iterator[Any]:
-        """The batches of the steps that are still to be done, up to step `until`. Ends on all ranks at once: nobody
-        goes on before all have committed the last step."""
+        """The batches of the steps that are still to be done, up to step `until`. Ends on all ranks
+        at once: nobody goes on before all have committed the last step."""
         if self._worker.source is None:
-            raise UserError("run.batches needs to know where batches come from; call run.data(...) first")
+            raise UserError(
+                "run.batches needs to know where batches come from; call run.data(...) first"
+            )
         if until < 1:
             raise UserError(f"run.batches(until={until}): the last step must be 1 or more")
         return _Batches(self, until)
@@ -162,7 +167,9 @@ class Run:
     def _draw(self, until: int) -> Any:
         worker = self._worker
         if self._step is None or worker.state is None:
-            raise UserError("call run.protect(...) and decorate a function with @run.step before run.batches(...)")
+            raise UserError(
+                "call run.protect(...) and decorate a function with @run.step before run.batches(...)"
+            )
         if worker.drawn is not None and not worker.joining and worker.committed < worker.drawn.step:
             raise UserError(f"the batch of step {worker.drawn.step} was given to no step function")
         worker.faults.step = worker.committed
@@ -204,7 +211,8 @@ class Run:
         worker.closed = True
 
     def _finish(self) -> None:
-        """The script has ended: keep the state for those who may still need it, until everybody has ended."""
+        """The script has ended: keep the state for those who may still need it, until everybody has
+        ended."""
         worker = self._worker
         self._close()
         digests = {}
@@ -225,11 +233,13 @@ class Run:
                     raise
                 self._step.recover_between()
 
-    # ------------------------------------------------------------ what happens once, and what is told
+    # ------------------------------------------------------------ what happens once, and what is
+    # told
 
     def once(self, function: Callable[[], T]) -> T:
-        """Run `function` once in the whole run on this rank, not once in a process: a replacement gets the recorded
-        result. For opening a tracker, truncating a log. The result must be plain data (UserError else).
+        """Run `function` once in the whole run on this rank, not once in a process: a replacement
+        gets the recorded result. For opening a tracker, truncating a log. The result must be plain
+        data (UserError else).
 
         Calls are told apart by the function's name and their order.
         """
@@ -246,8 +256,9 @@ class Run:
         return result
 
     def log(self, **scalars: float) -> None:
-        """Note scalars for the step under way, or the one just done; they are written with the next commit, once,
-        however often a step was tried. Reads tensors' values, which waits for a device."""
+        """Note scalars for the step under way, or the one just done; they are written with the next
+        commit, once, however often a step was tried. Reads tensors' values, which waits for a
+        device."""
         worker = self._worker
         in_step = self._step is not None and self._step.under_way
         entry = worker.log.setdefault(worker.committed + in_step, {})

@@ -1,7 +1,7 @@
 """What one worker process is made of: the parts, wired once, and the few values they share.
 
-Does not decide anything: run.py speaks with the script, transaction.py with a step, recovery.py with the agent.
-"""
+Does not decide anything: run.py speaks with the script, transaction.py with a step, recovery.py
+with the agent."""
 
 from __future__ import annotations
 
@@ -69,7 +69,12 @@ class Worker:
     def _make_inner(self, group: OuterGroup, generation: int) -> GlooInner:
         def exchange(payload: bytes) -> dict[int, bytes]:
             return self.control.exchange(
-                generation, group.name, group.rank(), group.size(), payload, self.spec.build_timeout_s
+                generation,
+                group.name,
+                group.rank(),
+                group.size(),
+                payload,
+                self.spec.build_timeout_s,
             )
 
         return GlooInner(
@@ -90,7 +95,9 @@ class Worker:
             return
         text = f"a collective failed: {error}".splitlines()[0]
         cause = Cause(kind=CauseKind.PEER, text=text, signature="collective", at_s=None)
-        self.control.send(messages.Fault(generation=generation, step=self.committed + 1, cause=cause))
+        self.control.send(
+            messages.Fault(generation=generation, step=self.committed + 1, cause=cause)
+        )
 
     def draw(self, step: int) -> Batch:
         """A fresh batch of `step`, the same each time: the generators are seeded for it first."""

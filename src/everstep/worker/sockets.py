@@ -1,10 +1,11 @@
 """Finding and shutting the TCP sockets of one communicator.
 
-gloo has no call that wakes a blocked operation; shutting the connection's socket does, within milliseconds. A socket
-is found by its addresses: it belongs to a communicator if its own end is the communicator's listening address
-(accepted there) or its far end is a listening address of one of its peers (connected from here). Descriptor numbers
-are reused by other threads at any time, so each is duplicated first and looked at second: what is shut is what was
-looked at. The listening socket itself is never touched: gloo ends the process when it is shut.
+gloo has no call that wakes a blocked operation; shutting the connection's socket does, within
+milliseconds. A socket is found by its addresses: it belongs to a communicator if its own end is the
+communicator's listening address (accepted there) or its far end is a listening address of one of
+its peers (connected from here). Descriptor numbers are reused by other threads at any time, so each
+is duplicated first and looked at second: what is shut is what was looked at. The listening socket
+itself is never touched: gloo ends the process when it is shut.
 
 Does not know: generations, gloo's objects.
 """
@@ -73,11 +74,11 @@ def _belongs(sock: socket.socket, own: Address, peers: frozenset[Address]) -> bo
 
 
 def shut(own: Address, peers: frozenset[Address]) -> int:
-    """Shut every connection of the communicator that listens at `own` and whose peers listen at `peers`.
+    """Shut every connection of the communicator that listens at `own` and whose peers listen at
+    `peers`.
 
-    Returns how many were shut. Does not block; any thread. Safe against descriptors that are closed or reused
-    meanwhile.
-    """
+    Returns how many were shut. Does not block; any thread. Safe against descriptors that are closed
+    or reused meanwhile."""
     count = 0
     for number in _descriptors():
         with _duplicate(number) as sock:

@@ -1,10 +1,12 @@
-"""The state that `protect` names: what it consists of, its digests, its snapshots, and how it is made again.
+"""The state that `protect` names: what it consists of, its digests, its snapshots, and how it is
+made again.
 
-Theory of operation: protected things are of three kinds. A *module* has parameters (replicas) and buffers; an
-*optimizer* has per-parameter state and param_groups; anything else with `state_dict`/`load_state_dict` is an *object*
-of plain data. Tensors are named `model/weight`, `optimizer/0/3/exp_avg` (group 0, parameter 3) and are read and
-written in place, so the module, the optimizer and every wrapper around them stay the same objects. What is no tensor
-travels as one value, the *leaves*. The manifest (names, shapes, dtypes) of a donor decides what exists: optimizer
+Theory of operation: protected things are of three kinds. A *module* has parameters (replicas) and
+buffers; an *optimizer* has per-parameter state and param_groups; anything else with
+`state_dict`/`load_state_dict` is an *object* of plain data. Tensors are named `model/weight`,
+`optimizer/0/3/exp_avg` (group 0, parameter 3) and are read and written in place, so the module, the
+optimizer and every wrapper around them stay the same objects. What is no tensor travels as one
+value, the *leaves*. The manifest (names, shapes, dtypes) of a donor decides what exists: optimizer
 state is created and removed by it, never by what a rehearsal left behind.
 
 Does not know: steps, peers, how bytes travel.
@@ -24,7 +26,8 @@ from everstep.worker import codec
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a manifest. `near`: its device is that of the parameter it belongs to; else the CPU."""
+    """One tensor of a manifest. `near`: its device is that of the parameter it belongs to; else the
+    CPU."""
 
     name: str
     dtype: str
@@ -39,7 +42,9 @@ class Leaves(msgspec.Struct, frozen=True, kw_only=True):
 
     def digest(self) -> bytes:
         """Equal for equal values, whatever order an object keeps its own in."""
-        return msgspec.msgpack.encode(sorted((name, codec.digest(data)) for name, data in self.values.items()))
+        return msgspec.msgpack.encode(
+            sorted((name, codec.digest(data)) for name, data in self.values.items())
+        )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +75,9 @@ class State:
         if "/" in name:
             raise UserError(f"protect(): the name {name!r} must not contain '/'")
         if name in self.modules or name in self.optimizers or name in self.objects:
-            raise UserError(f"protect(): two things are named {name!r} (items of a list are named by their place)")
+            raise UserError(
+                f"protect(): two things are named {name!r} (items of a list are named by their place)"
+            )
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
@@ -78,9 +85,13 @@ class State:
         elif isinstance(thing, (list, tuple)):
             for index, item in enumerate(thing):
                 self._place(f"{name}.{index}", item)
-        elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+        elif callable(getattr(thing, "state_dict", None)) and callable(
+            getattr(thing, "load_state_dict", None)
+        ):
             self.objects[name] = thing
-            codec.encode(thing.state_dict(), f"the state of {name}")  # refused now, not at the first failure
+            codec.encode(
+                thing.state_dict(), f"the state of {name}"
+            )  # refused now, not at the first failure
         else:
             raise UserError(
                 f"protect({name}=...): a {type(thing).__name__} has no state_dict() and load_state_dict(); "
@@ -90,7 +101,9 @@ class State:
     def _check_updated_parameters_are_protected(self) -> None:
         known = {id(p) for module in self.modules.values() for p in module.parameters()}
         for name, optimizer in self.optimizers.items():
-            for index, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+            for index, parameter in enumerate(
+                p for g in optimizer.param_groups for p in g["params"]
+            ):
                 if id(parameter) not in known:
                     raise UserError(
                         f"protect(): parameter {index} of {name} belongs to no protected module, so it would be lost "
@@ -132,8 +145,8 @@ class State:
                     yield f"{prefix}/{key}", value, parameter
 
     def replicas(self, gradients: bool = False) -> list[tuple[Spec, torch.Tensor]]:
-        """Every tensor that replicas hold alike, in a fixed order: parameters, constant buffers, optimizer state, and
-        gradients where the script carries them from step to step."""
+        """Every tensor that replicas hold alike, in a fixed order: parameters, constant buffers,
+        optimizer state, and gradients where the script carries them from step to step."""
         found: list[tuple[Spec, torch.Tensor]] = []
 
         def add(name: str, tensor: torch.Tensor, near: bool) -> None:
@@ -166,7 +179,9 @@ class State:
             prefix: {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)}
             for prefix, _, entry in self._optimizer_entries()
         }
-        values["#scalars"] = codec.encode({p: e for p, e in scalars.items() if e}, "the optimizers' state")
+        values["#scalars"] = codec.encode(
+            {p: e for p, e in scalars.items() if e}, "the optimizers' state"
+        )
         for name, thing in self.objects.items():
             values[f"{name}#object"] = codec.encode(thing.state_dict(), f"the state of {name}")
         return Leaves(values=values)
@@ -178,7 +193,9 @@ class State:
         scalars = codec.decode(leaves.values["#scalars"])
         for prefix, parameter, entry in self._optimizer_entries():
             kept = scalars.get(prefix, {})
-            for key in [k for k, v in entry.items() if not isinstance(v, torch.Tensor) and k not in kept]:
+            for key in [
+                k for k, v in entry.items() if not isinstance(v, torch.Tensor) and k not in kept
+            ]:
                 del entry[key]
             if kept:
                 self._entry_of(prefix, parameter).update(kept)
@@ -201,11 +218,13 @@ class State:
         entry: dict[str, Any] = self.optimizers[prefix.split("/", 1)[0]].state[parameter]
         return entry
 
-    # ------------------------------------------------------------ making the state fit a donor's manifest
+    # ------------------------------------------------------------ making the state fit a donor's
+    # manifest
 
     def adopt(self, manifest: list[Spec]) -> list[torch.Tensor]:
-        """Create and remove optimizer state (and gradients) so that it has exactly the donor's tensors; returns the
-        tensors to be filled, in the manifest's order. Raises UserError where a module differs."""
+        """Create and remove optimizer state (and gradients) so that it has exactly the donor's
+        tensors; returns the tensors to be filled, in the manifest's order. Raises UserError where a
+        module differs."""
         wanted = {spec.name: spec for spec in manifest}
         by_prefix: dict[str, list[Spec]] = {}
         for spec in manifest:
@@ -230,8 +249,16 @@ class State:
         targets |= {name: local(t.detach()) for name, t in fixed.items() if name in wanted}
         for name, spec in wanted.items():
             target = targets.get(name)
-            if target is None or tuple(target.shape) != spec.shape or str(target.dtype) != spec.dtype:
-                has = "nothing of that name" if target is None else f"{target.dtype} {tuple(target.shape)}"
+            if (
+                target is None
+                or tuple(target.shape) != spec.shape
+                or str(target.dtype) != spec.dtype
+            ):
+                has = (
+                    "nothing of that name"
+                    if target is None
+                    else f"{target.dtype} {tuple(target.shape)}"
+                )
                 raise UserError(
                     f"{name} is {spec.dtype} {spec.shape} on the running ranks, but this process has {has}; "
                     "the script must build the same model each time it runs"
@@ -270,8 +297,9 @@ class State:
         return found
 
     def manifest_digest(self, data: str) -> str:
-        """One digest over names, shapes and dtypes of modules, the names of everything, and where the data comes
-        from (`data`): what all ranks, and all incarnations of a rank, must have alike."""
+        """One digest over names, shapes and dtypes of modules, the names of everything, and where
+        the data comes from (`data`): what all ranks, and all incarnations of a rank, must have
+        alike."""
         names = [
             (name, str(t.dtype), tuple(local(t.detach()).shape))
             for name, t in [*self.parameters(), *self.buffers()]
@@ -281,7 +309,8 @@ class State:
 
 
 def digest_of(tensors: list[torch.Tensor], extra: bytes = b"") -> str:
-    """xxh3-128 over the bytes of all tensors, in order. Reads device memory through the host: waits for it."""
+    """xxh3-128 over the bytes of all tensors, in order. Reads device memory through the host: waits
+    for it."""
     digest = xxhash.xxh3_128(extra)
     for tensor in tensors:
         raw = codec.tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg())

@@ -1,16 +1,18 @@
 """A step either commits or leaves no trace.
 
-Theory of operation: an attempt runs the script's function with the generators seeded for the step. Its communicators
-may be poisoned at any moment; then it runs on, on zeros, to the *gate*, which stands before every optimizer update (a
-global pre-hook). The gate waits for all collectives that were launched and lets the update pass only if none of this
-attempt's was poisoned. Where every rank holds the whole state that is enough (fence `none`): a rank whose collectives
-all ended has the gradients that everybody has, and who is behind takes the newest state from a peer. Where something
-of a rank cannot be known before its last collective, an *early fence* is added: one tiny all-reduce before the update,
-entered when the capsule is with the agent. Which of both is learned in the first step and agreed in the second.
+Theory of operation: an attempt runs the script's function with the generators seeded for the step.
+Its communicators may be poisoned at any moment; then it runs on, on zeros, to the *gate*, which
+stands before every optimizer update (a global pre-hook). The gate waits for all collectives that
+were launched and lets the update pass only if none of this attempt's was poisoned. Where every rank
+holds the whole state that is enough (fence `none`): a rank whose collectives all ended has the
+gradients that everybody has, and who is behind takes the newest state from a peer. Where something
+of a rank cannot be known before its last collective, an *early fence* is added: one tiny all-reduce
+before the update, entered when the capsule is with the agent. Which of both is learned in the first
+step and agreed in the second.
 
-An exception before the gate leaves the state whole; one after it leaves it *torn*, to be fetched from a peer. A
-failed attempt puts back what it touched (entry.py), recovers (recovery.py), and is done again with a fresh batch.
-"""
+An exception before the gate leaves the state whole; one after it leaves it *torn*, to be fetched
+from a peer. A failed attempt puts back what it touched (entry.py), recovers (recovery.py), and is
+done again with a fresh batch."""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from everstep.data.loader import Batch
 from everstep.errors import UserError
@@ -45,8 +50,8 @@ _ALL_BUFFERS_CAP_BYTES = 8 << 20
 
 
 class Unwind(BaseException):
-    """Leaves the script's step function from inside: its update must not happen. Never seen by the script, unless it
-    catches BaseException."""
+    """Leaves the script's step function from inside: its update must not happen. Never seen by the
+    script, unless it catches BaseException."""
 
 
 class Attempt:
@@ -55,12 +60,16 @@ class Attempt:
     def __init__(self, step: int, entry: Entry | None, *, rehearsal: bool) -> None:
         self.step, self.entry, self.rehearsal = step, entry, rehearsal
         self.passed = False  # the gate let an update through
-        self.sealed = False  # it let the last one through: the capsule is out, nothing may change it
+        self.sealed = (
+            False  # it let the last one through: the capsule is out, nothing may change it
+        )
         self.updates = 0
         self.undo: Undo | None = None
         self.fence: str | None = None  # as agreed in this very attempt
         self.collectives = 0  # how many came before the last gate
-        self.outcome: Outcome | None = None  # a recovery inside the gate that did not let the update pass
+        self.outcome: Outcome | None = (
+            None  # a recovery inside the gate that did not let the update pass
+        )
         self.log: dict[int, dict[str, float]] = {}  # what was logged before the step
         self.values = b""  # run.state before the step
         self.captured: Contents | None = None  # the capsule as it was sent last
@@ -111,7 +120,9 @@ class Step:
             )
         drawn, worker.drawn = worker.drawn, None
         if any(isinstance(value, Iterator) for value in [*args, *kwargs.values()]):
-            raise UserError("a step function was given an iterator: a second attempt could not read it again")
+            raise UserError(
+                "a step function was given an iterator: a second attempt could not read it again"
+            )
         if worker.joining:
             return self._join(args, kwargs)
         self.began = True
@@ -127,10 +138,9 @@ class Step:
             kwargs = {k: fresh.value if a is batch.value else a for k, a in kwargs.items()}
             batch = fresh
 
-    def _try(
-        self, step: int, args: Any, kwargs: Any, batch: Batch
-    ) -> tuple[Any, Outcome | None]:
-        """One attempt: (result, None) if it committed, (None, outcome) if it has to be done again or was overtaken."""
+    def _try(self, step: int, args: Any, kwargs: Any, batch: Batch) -> tuple[Any, Outcome | None]:
+        """One attempt: (result, None) if it committed, (None, outcome) if it has to be done again
+        or was overtaken."""
         worker = self._worker
         if worker.communicators.poisoned:  # the stop came between the steps
             return None, self.recover_between()
@@ -159,7 +169,7 @@ class Step:
             return self._finish(attempt, result, samples)
         if error is None and attempt.passed and self._clean():
             return self._finish(attempt, result, samples)
-        return None, self._failed(attempt, error)
+        return None, self._failed(attempt, error, args, kwargs)
 
     def _begin(self, step: int) -> Attempt:
         worker = self._worker
@@ -185,9 +195,7 @@ class Step:
 
     # ------------------------------------------------------------ commit
 
-    def _finish(
-        self, attempt: Attempt, result: Any, samples: Any
-    ) -> tuple[Any, Outcome | None]:
+    def _finish(self, attempt: Attempt, result: Any, samples: Any) -> tuple[Any, Outcome | None]:
         worker = self._worker
         if worker.communicators.touched:
             worker.note(
@@ -202,7 +210,8 @@ class Step:
         record = _record(result, samples) if worker.spec.record else None
         self._commit(attempt.step, log, record)
         if not self._recovery.advanced():
-            # Stopped again while serving after an advance: this rank holds the step, so it keeps it.
+            # Stopped again while serving after an advance: this rank holds the step, so it keeps
+            # it.
             outcome = self._recovery.run(torn=False)
             assert outcome.step == attempt.step, "a rank never goes back below what it committed"
         return result, None
@@ -255,7 +264,8 @@ class Step:
             "`return loss.detach()`, of plain data up to 1 MiB",
         )
 
-    # ------------------------------------------------------------ the gate, and what comes before it
+    # ------------------------------------------------------------ the gate, and what comes before
+    # it
 
     def _before_collective(self, index: int) -> None:
         attempt = self._attempt
@@ -292,10 +302,13 @@ class Step:
             fence=attempt.fence,
         )
         attempt.captured = contents
-        worker.control.send(messages.Capsule(step=attempt.step, payload=msgspec.msgpack.encode(contents)))
+        worker.control.send(
+            messages.Capsule(step=attempt.step, payload=msgspec.msgpack.encode(contents))
+        )
 
     def _complete_capsule(self, attempt: Attempt, result: Any) -> None:
-        """Now that the step has returned: send the capsule again, if what it said of the result was not this."""
+        """Now that the step has returned: send the capsule again, if what it said of the result was
+        not this."""
         encoded = encode_result(result)
         if attempt.captured is None:
             self._capture(attempt)
@@ -344,7 +357,9 @@ class Step:
         if broken or (communicators.poisoned and not (last and self._may_advance(attempt))):
             raise Unwind
         if communicators.poisoned:
-            outcome = self._recovery.run(torn=False, can_advance=True, settle=lambda: self._put_back(attempt))
+            outcome = self._recovery.run(
+                torn=False, can_advance=True, settle=lambda: self._put_back(attempt)
+            )
             if outcome.decision is not Decision.ADVANCE:
                 attempt.outcome = outcome
                 raise Unwind
@@ -357,7 +372,8 @@ class Step:
             communicators.before_launch = None
 
     def _may_advance(self, attempt: Attempt) -> bool:
-        """Whether this rank could make the step by itself: nothing collective follows its update."""
+        """Whether this rank could make the step by itself: nothing collective follows its
+        update."""
         return attempt.updates > 0 and attempt.undo is None and attempt.step > 1 and not self._tail
 
     def _pass_fence(self) -> None:
@@ -371,7 +387,8 @@ class Step:
         communicators.before_launch = self._before_collective
 
     def _agree(self, step: int) -> None:
-        """In the first step after the job's first: all ranks take the early fence if one wants it."""
+        """In the first step after the job's first: all ranks take the early fence if one wants
+        it."""
         attempt = self._attempt
         if attempt is None or attempt.fence is not None or step == 1:
             return
@@ -390,17 +407,28 @@ class Step:
 
     # ------------------------------------------------------------ failure
 
-    def _failed(self, attempt: Attempt, error: BaseException | None) -> Outcome:
+    def _failed(
+        self, attempt: Attempt, error: BaseException | None, args: Any, kwargs: Any
+    ) -> Outcome:
         """Report what is this rank's own fault, recover, and say where that led."""
         worker = self._worker
         communicators = worker.communicators
-        if attempt.outcome is not None:  # it recovered inside the gate, and was told to do the step again
+        if attempt.outcome is not None:  # recovered inside the gate; to be done again
             return self._recovered_in_gate(attempt.outcome)
         if error is not None and not communicators.poisoned:
             worker.report_exception(error, attempt.step)
             communicators.hold(error)
+        if attempt.step == 1:
+            return self._recovery.run(torn=True, settle=lambda: self._relearn(args, kwargs))
         torn = attempt.passed and attempt.undo is None
         return self._recovery.run(torn=torn, settle=lambda: self._put_back(attempt))
+
+    def _relearn(self, args: Any, kwargs: Any) -> None:
+        """The first step failed here. Either it failed everywhere, then all ranks start again; or a
+        peer has committed it, then this rank takes its state like a joiner, and like one it has to
+        see a whole step first: bucket layouts, and what the function returns."""
+        self._worker.wrappers.reset(rebuild=False)
+        self._rehearse(args, kwargs)
 
     def _recovered_in_gate(self, outcome: Outcome) -> Outcome:
         if not self._worker.communicators.poisoned:
@@ -474,8 +502,8 @@ class Step:
         return self._resume(outcome)
 
     def _rehearse(self, args: Any, kwargs: Any) -> int:
-        """Run the step with no peers until no new collective appears, so that lazy state is in place. What it
-        computes is thrown away: the state comes from peers afterwards."""
+        """Run the step with no peers until no new collective appears, so that lazy state is in
+        place. What it computes is thrown away: the state comes from peers afterwards."""
         worker = self._worker
         communicators = worker.communicators
         assert worker.state is not None
@@ -493,7 +521,9 @@ class Step:
                 attempt.passed = True
                 self._learn(attempt, result)
             except Exception as error:
-                worker.note("rehearsal", f"a rehearsal of the step raised {type(error).__name__}: {error}")
+                worker.note(
+                    "rehearsal", f"a rehearsal of the step raised {type(error).__name__}: {error}"
+                )
                 break
             finally:
                 self._attempt = None
@@ -508,14 +538,16 @@ class Step:
 
 
 def _samples_of(batch: Batch) -> Any:
-    """The sample numbers of a batch, or its digest where they are not known. Before the step may change it."""
+    """The sample numbers of a batch, or its digest where they are not known. Before the step may
+    change it."""
     if batch.samples is not None:
         return list(batch.samples)
     return xxhash.xxh3_128_hexdigest(codec.encode(batch.value, "the batch"))
 
 
 def _record(result: Any, samples: Any) -> bytes:
-    """What `prove` compares of a step: the returned leaves, exactly, and what `_samples_of` said of its batch."""
+    """What `prove` compares of a step: the returned leaves, exactly, and what `_samples_of` said of
+    its batch."""
     leaves = []
     for leaf in flatten(result):
         if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.is_floating_point():
@@ -523,5 +555,7 @@ def _record(result: Any, samples: Any) -> bytes:
         elif isinstance(leaf, torch.Tensor):
             leaves.append([str(leaf.dtype), list(leaf.shape), digest_of([leaf])])
         else:
-            leaves.append([type(leaf).__name__, leaf.hex() if isinstance(leaf, float) else repr(leaf)])
+            leaves.append(
+                [type(leaf).__name__, leaf.hex() if isinstance(leaf, float) else repr(leaf)]
+            )
     return msgspec.msgpack.encode({"value": leaves, "samples": samples})

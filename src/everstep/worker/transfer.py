@@ -1,9 +1,12 @@
-"""State from peers: a rank that lacks it fetches it from all that hold it, striped, and checks the receipt.
+"""State from peers: a rank that lacks it fetches it from all that hold it, striped, and checks the
+receipt.
 
-Theory of operation: the state is one stream of bytes, all replica tensors in manifest order. Of k sources, the i-th
-sends the i-th k-th of it, in chunks, point to point over the world's inner group of the new generation. The receiver asks each source for its part; a source first sends a header with the digest of the whole state it
-holds, and the first adds the manifest and the leaves. When all bytes are there, the receiver digests what it now holds: it must equal every
-source's digest, or the receipt fails, and nothing is trained on it.
+Theory of operation: the state is one stream of bytes, all replica tensors in manifest order. Of k
+sources, the i-th sends the i-th k-th of it, in chunks, point to point over the world's inner group
+of the new generation. The receiver asks each source for its part; a source first sends a header
+with the digest of the whole state it holds, and the first adds the manifest and the leaves. When
+all bytes are there, the receiver digests what it now holds: it must equal every source's digest, or
+the receipt fails, and nothing is trained on it.
 
 Runs on its own thread (recovery.py); blocks until done or until the sockets are shut.
 """
@@ -29,7 +32,8 @@ class ReceiptError(EverstepError):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a source says before its stripe. `manifest` and `leaves` come from the first source only."""
+    """What a source says before its stripe. `manifest` and `leaves` come from the first source
+    only."""
 
     digest: str
     nbytes: int
@@ -101,7 +105,8 @@ def _receive_bytes(group: Any, source: int) -> bytes:
 
 
 def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) -> str:
-    """Send every rank in `sinks` the stripe that it asks for. Returns the digest of the state held here."""
+    """Send every rank in `sinks` the stripe that it asks for. Returns the digest of the state held
+    here."""
     replicas = state.replicas(gradients)
     tensors = [tensor for _, tensor in replicas]
     leaves = state.leaves()
@@ -124,22 +129,28 @@ def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) 
 
 
 def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]:
-    """Take the state from `sources`. Returns the digest of what is held now and the bytes fetched. Raises
-    ReceiptError if it is not what each source holds."""
+    """Take the state from `sources`. Returns the digest of what is held now and the bytes fetched.
+    Raises ReceiptError if it is not what each source holds."""
     for index, source in enumerate(sources):
         group.send([torch.tensor([index, len(sources)], dtype=torch.int64)], source, _TAG).wait()
-    headers = [msgspec.msgpack.decode(_receive_bytes(group, source), type=Header) for source in sources]
+    headers = [
+        msgspec.msgpack.decode(_receive_bytes(group, source), type=Header) for source in sources
+    ]
     manifest, leaves = headers[0].manifest, headers[0].leaves
     assert manifest is not None and leaves is not None  # the first source always sends them
     targets = state.adopt(manifest)
     stream = Stream(targets)
     if any(header.nbytes != stream.nbytes for header in headers):
-        raise ReceiptError(f"the sources hold {[h.nbytes for h in headers]} bytes, this rank {stream.nbytes}")
-    lanes = [
-        chunks(*stripe(stream.nbytes, index, len(sources))) for index in range(len(sources))
-    ]
+        raise ReceiptError(
+            f"the sources hold {[h.nbytes for h in headers]} bytes, this rank {stream.nbytes}"
+        )
+    lanes = [chunks(*stripe(stream.nbytes, index, len(sources))) for index in range(len(sources))]
     with torch.no_grad():
-        while posted := [(source, part) for source, lane in zip(sources, lanes, strict=True) if (part := next(lane, None))]:
+        while posted := [
+            (source, part)
+            for source, lane in zip(sources, lanes, strict=True)
+            if (part := next(lane, None))
+        ]:
             arriving = []
             for source, (start, end) in posted:
                 data = torch.empty(end - start, dtype=torch.uint8)

@@ -1,8 +1,7 @@
 """The same run without protection: for plain `python`, torchrun, and `EVERSTEP=off`.
 
-Same methods, same batches, same keyed random streams, same numbering of steps; a failure ends the process as it would
-without everstep.
-"""
+Same methods, same batches, same keyed random streams, same numbering of steps; a failure ends the
+process as it would without everstep."""
 
 from __future__ import annotations
 
@@ -41,7 +40,9 @@ class PlainRun:
             else:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-    def data(self, source: Any, *, batch_size: int | None = None, seed: int = 0, collate: Any = None) -> BatchSource:
+    def data(
+        self, source: Any, *, batch_size: int | None = None, seed: int = 0, collate: Any = None
+    ) -> BatchSource:
         self._source = make_source(
             source,
             batch_size=batch_size,
@@ -68,7 +69,9 @@ class PlainRun:
 
     def batches(self, *, until: int) -> Iterator[Any]:
         if self._source is None:
-            raise UserError("run.batches needs to know where batches come from; call run.data(...) first")
+            raise UserError(
+                "run.batches needs to know where batches come from; call run.data(...) first"
+            )
         while self.committed < until:
             step = self.committed + 1
             rng.seed_all(self._key, step, "data")

@@ -1,10 +1,10 @@
 """Resetting wrappers to idle, so that an attempt that was cut short leaves nothing in them.
 
-DDP's reducer remembers how far a backward pass came and, from the first pass, in which order gradients became ready;
-its bucket layout decides the bits of the sums. So before every retry each rank (a) rebuilds a layout that is due, from
-what it saw itself, and (b) resets the reducer; all ranks do both, or the layouts would part. Wrappers are found by a
-module-registration hook, so that one that is not passed to `protect` is found as well.
-"""
+DDP's reducer remembers how far a backward pass came and, from the first pass, in which order
+gradients became ready; its bucket layout decides the bits of the sums. So before every retry each
+rank (a) rebuilds a layout that is due, from what it saw itself, and (b) resets the reducer; all
+ranks do both, or the layouts would part. Wrappers are found by a module-registration hook, so that
+one that is not passed to `protect` is found as well."""
 
 from __future__ import annotations
 
@@ -33,17 +33,21 @@ class Wrappers:
         """Refuse what cannot be reset yet. Raises UserError."""
         for ddp in self._ddp:
             if getattr(ddp, "_delay_all_reduce_params", None):
-                raise UserError("DDP with delay_all_reduce_named_params is not supported by everstep yet")
+                raise UserError(
+                    "DDP with delay_all_reduce_named_params is not supported by everstep yet"
+                )
             if getattr(ddp, "_comm_hooks", None):
                 raise UserError(
                     "a DDP communication hook is not supported by everstep yet: its state would not be protected"
                 )
 
-    def reset(self) -> None:
-        """Bring every wrapper to idle. The communicators must be solo: a due rebuild answers itself."""
+    def reset(self, *, rebuild: bool = True) -> None:
+        """Bring every wrapper to idle. The communicators must be solo: a due rebuild answers
+        itself. `rebuild` False leaves a layout that is due to the rehearsal that follows, since the
+        pass that was to show it was cut short."""
         for ddp in self._ddp:
             reducer = ddp.reducer
-            if not ddp._has_rebuilt_buckets and reducer._rebuild_buckets():
+            if rebuild and not ddp._has_rebuilt_buckets and reducer._rebuild_buckets():
                 ddp._has_rebuilt_buckets = True
             reducer._reset_state()
             ddp.require_forward_param_sync = True

@@ -1,0 +1,61 @@
+"""How fast a run goes, while it goes: rate of steps, and goodput so far.
+
+Both are as the ledger defines them, from commit to commit with incidents left out, but told from
+the records seen so far and kept in a few numbers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+_RATE_OVER_STEPS = 32
+
+
+class Pace:
+    """Is fed every record in the journal's order. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._step_at_s: deque[float] = deque(maxlen=_RATE_OVER_STEPS)
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._good_s = 0.0
+        self._good_from_s: float | None = None
+        self._open: set[int] = set()
+
+    def see(self, record: Mapping[str, Any]) -> None:
+        """Take note of a journal record."""
+        now_s = float(record.get("t", self._last_s))
+        self._first_s = now_s if self._first_s is None else self._first_s
+        self._last_s = now_s
+        match record.get("event"):
+            case "step" if not self._open:
+                self._step_at_s.append(now_s)
+                self._good_s += now_s - (now_s if self._good_from_s is None else self._good_from_s)
+                self._good_from_s = now_s
+            case "setup_done" if not self._open:
+                self._good_from_s = now_s
+            case "incident_opened":
+                self._open.add(record["incident"])
+                self._step_at_s.clear()
+            case "incident_closed":
+                self._open.discard(record["incident"])
+                self._good_from_s = now_s
+
+    @property
+    def recovering(self) -> bool:
+        """An incident is open."""
+        return bool(self._open)
+
+    def rate(self) -> list[str]:
+        """`12.3 steps/s`, where it is known."""
+        if len(self._step_at_s) < 2 or self._step_at_s[-1] <= self._step_at_s[0]:
+            return []
+        rate = (len(self._step_at_s) - 1) / (self._step_at_s[-1] - self._step_at_s[0])
+        return [f"{rate:.1f} steps/s"]
+
+    def goodput(self) -> list[str]:
+        """`goodput 98.1 %`, where it is known."""
+        if self._first_s is None or self._last_s <= self._first_s:
+            return []
+        return [f"goodput {100 * self._good_s / (self._last_s - self._first_s):.1f} %"]

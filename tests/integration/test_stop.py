@@ -1,0 +1,288 @@
+"""Real gloo, real processes: live collectives against plain gloo, and stops while a peer never enters.
+
+The processes are those of benchmarks/grouplab.py, the operations those of benchmarks/bench_stop.py. Nothing is timed:
+a main thread that a stop does not free stands still until the laboratory's deadline of 30 s, and the test fails.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    FileStore,
+    PrefixStore,
+    ProcessGroupGloo,
+)
+
+from benchmarks.bench_stop import SIZE, _operations
+from benchmarks.grouplab import Lab, Member
+from everstep.wire import messages
+from everstep.worker.communicators import Answer
+
+END = 1_000_000  # a stop that says: no more rounds
+NAMES = list(_operations(0))
+
+
+def _quietly(role: Callable[[Member], None]) -> Callable[[Member], None]:
+    def run(me: Member) -> None:
+        warnings.simplefilter("ignore")  # torch's own: old names of collectives
+        role(me)
+
+    return run
+
+
+def _until_hung_up(me: Member) -> None:
+    """Wait for the hub's last stop: a member that leaves early is a peer that died."""
+    me.control.wait_stop(END, 60)
+
+
+# ---------------------------------------------------------------- live, against plain gloo
+
+
+def _results(group: Any, rank: int) -> dict[str, list[torch.Tensor]]:
+    """What every collective gives, through the methods that c10d calls."""
+
+    def own(width: int = 4) -> torch.Tensor:
+        return torch.arange(float(width)) * (rank + 1) + rank
+
+    def empty(width: int = 4) -> torch.Tensor:
+        return torch.full((width,), -7.0)
+
+    def row() -> list[torch.Tensor]:
+        return [empty() for _ in range(SIZE)]
+
+    found: dict[str, list[torch.Tensor]] = {}
+    for operation in ("SUM", "MAX", "MIN", "PRODUCT", "AVG"):
+        options, tensor = dist.AllreduceOptions(), own()
+        options.reduceOp = getattr(dist.ReduceOp, operation)
+        group.allreduce([tensor], options).wait()
+        found[f"allreduce {operation}"] = [tensor]
+    for elements in (0, 1, 1 << 18):
+        tensor = own(elements)
+        group.allreduce([tensor], dist.AllreduceOptions()).wait()
+        found[f"allreduce {elements}"] = [tensor]
+    sparse = torch.eye(3)[rank].to_sparse()
+    group.allreduce([sparse], dist.AllreduceOptions()).wait()
+    found["allreduce sparse"] = [sparse.to_dense()]
+    pair = [own(), own(2)]
+    group.allreduce_coalesced(pair, dist.AllreduceCoalescedOptions()).wait()
+    found["allreduce_coalesced"] = pair
+    for root in range(SIZE):
+        broadcast, tensor = dist.BroadcastOptions(), own()
+        broadcast.rootRank, broadcast.rootTensor = root, 0
+        group.broadcast([tensor], broadcast).wait()
+        found[f"broadcast {root}"] = [tensor]
+        reduce, tensor = dist.ReduceOptions(), own()
+        reduce.rootRank = root
+        group.reduce([tensor], reduce).wait()
+        found[f"reduce {root}"] = [tensor] if rank == root else []
+        gather, outputs = dist.GatherOptions(), [row()] if rank == root else []
+        gather.rootRank = root
+        group.gather(outputs, [own()], gather).wait()
+        found[f"gather {root}"] = [tensor for part in outputs for tensor in part]
+        scatter, tensor = dist.ScatterOptions(), empty()
+        scatter.rootRank = root
+        inputs = [[own() * index for index in range(SIZE)]] if rank == root else []
+        group.scatter([tensor], inputs, scatter).wait()
+        found[f"scatter {root}"] = [tensor]
+    outputs = [row()]
+    group.allgather(outputs, [own()], AllgatherOptions()).wait()
+    found["allgather"] = outputs[0]
+    tensor = empty(4 * SIZE)
+    group._allgather_base(tensor, own(), AllgatherOptions()).wait()
+    found["all_gather_single"] = [tensor]
+    tensor = empty()
+    group.reduce_scatter([tensor], [[own() * index for index in range(SIZE)]], dist.ReduceScatterOptions()).wait()
+    found["reduce_scatter"] = [tensor]
+    tensor = empty()
+    group._reduce_scatter_base(tensor, own(4 * SIZE), dist.ReduceScatterOptions()).wait()
+    found["reduce_scatter_single"] = [tensor]
+    tensor = empty(SIZE)
+    group.alltoall_base(tensor, own(SIZE), [], [], dist.AllToAllOptions()).wait()
+    found["all_to_all_single"] = [tensor]
+    tensor = empty(SIZE * (rank + 1))
+    group.alltoall_base(tensor, own(6), [rank + 1] * SIZE, [1, 2, 3], dist.AllToAllOptions()).wait()
+    found["all_to_all_single with splits"] = [tensor]
+    group.barrier(dist.BarrierOptions()).wait()
+    received = [empty(), empty()]
+    works = [group.send([own()], (rank + 1) % SIZE, 3), group.recv([received[0]], (rank - 1) % SIZE, 3)]
+    for work in works:
+        work.wait()
+    found["send and recv"] = received[:1]
+    send = group.send([own()], (rank + 1) % SIZE, 4)
+    anybody = group.recv_anysource([received[1]], 4)
+    anybody.wait()
+    send.wait()
+    found["recv from anybody"] = [received[1], torch.tensor(anybody._source_rank())]
+    return found
+
+
+def test_live_collectives_give_what_plain_gloo_gives(tmp_path: Path) -> None:
+    def role(me: Member) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        store = PrefixStore("plain", FileStore(str(tmp_path / "store"), SIZE))
+        plain = ProcessGroupGloo(store, me.rank, SIZE, options)
+        me.join()
+        ours, theirs = _results(dist.group.WORLD, me.rank), _results(plain, me.rank)
+        bad = [
+            name
+            for name, tensors in theirs.items()
+            if len(tensors) != len(ours[name])
+            or not all(torch.equal(one, two) for one, two in zip(tensors, ours[name], strict=True))
+        ]
+        me.say("compared", f"{len(theirs)} {bad}")
+        _until_hung_up(me)
+
+    with Lab(SIZE, _quietly(role)) as lab:
+        texts = lab.wait_for("compared", list(range(SIZE)))
+        lab.stop(END)
+        _left(lab)
+    assert set(texts.values()) == {"30 []"}
+    assert set(lab.codes.values()) == {0}
+
+
+def _left(lab: Lab) -> None:
+    for _, key, text in lab.notes():
+        assert key != "fault", text
+
+
+# ---------------------------------------------------------------- stops
+
+
+def _announce_launches(me: Member) -> None:
+    """Say so when a collective is under way inside gloo, and its guard is registered."""
+    communicators = me.communicators
+    launched, followed = communicators.launched, communicators.add
+
+    def tell(guard: Any) -> None:
+        launched(guard)
+        if not communicators.poisoned and communicators.before_launch is not None:
+            me.say("launched")
+
+    del followed
+    communicators.launched = tell  # type: ignore[method-assign]
+
+
+def _holdings() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _settled(me: Member) -> tuple[int, int]:
+    """Descriptors and threads, once what was given to the reapers is gone."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("everstep-reaper", "everstep-p2p", "everstep-build")):
+            thread.join(30)
+    return _holdings()
+
+
+def _stop_member(names: list[str]) -> Callable[[Member], None]:
+    def role(me: Member) -> None:
+        me.join()
+        _announce_launches(me)
+        communicators = me.communicators
+        for generation, name in enumerate(names):
+            communicators.answer = Answer.ZEROS
+            communicators.before_launch = lambda _: None
+            if me.rank != 2:
+                _operations(me.rank)[name]()
+                me.say("freed", f"{name} {communicators.poisoned}")
+            communicators.before_launch = None
+            me.recover(generation)
+            tensor = torch.full((1000,), float(me.rank + 1))
+            dist.all_reduce(tensor)
+            me.say("summed", f"{tensor.unique().tolist()} {communicators.poisoned}")
+            if (generation + 1) % 10 == 0 or generation + 1 == len(names):
+                me.say("holds", "{} {}".format(*_settled(me)))
+        _until_hung_up(me)
+
+    return role
+
+
+def _run_stops(names: list[str]) -> list[dict[int, str]]:
+    """Every round: both waiting ranks are inside gloo, all are stopped, all regroup and sum. Returns what they hold."""
+    holdings = []
+    with Lab(SIZE, _quietly(_stop_member(names))) as lab:
+        notes = lab.notes()
+        for generation, name in enumerate(names):
+            _collect(notes, "launched", {0, 1})
+            lab.stop(generation)
+            freed = _collect(notes, "freed", {0, 1})
+            assert set(freed.values()) == {f"{name} True"}
+            summed = _collect(notes, "summed", {0, 1, 2})
+            assert set(summed.values()) == {"[6.0] False"}, name
+            if (generation + 1) % 10 == 0 or generation + 1 == len(names):
+                holdings.append(_collect(notes, "holds", {0, 1, 2}))
+        for rank in list(lab.sockets):
+            lab.send(rank, messages.Stop(generation=END))
+        _left(lab)
+    assert set(lab.codes.values()) == {0}
+    return holdings
+
+
+def _collect(notes: Any, key: str, ranks: set[int]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    while not ranks <= set(found):
+        rank, said, text = next(notes)
+        assert said != "left", f"rank {rank} left before {key}"
+        if said == key:
+            found[rank] = text
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "recv any source"])
+def test_a_stop_frees_the_main_thread_and_the_next_generation_is_correct(name: str) -> None:
+    _run_stops([name] * 2)
+
+
+def test_a_stop_frees_a_receive_from_anybody() -> None:
+    """gloo's own thread for it lives on until its time-out; the main thread and the next generation do not care."""
+
+    def role(me: Member) -> None:
+        me.join()
+        _announce_launches(me)
+        me.communicators.answer = Answer.ZEROS
+        for generation in range(3):
+            me.communicators.before_launch = lambda _: None
+            tensor = torch.ones(8)
+            if me.rank != 2:
+                dist.recv(tensor)
+                assert tensor.sum() == 0
+            me.communicators.before_launch = None
+            me.recover(generation)
+            tensor = torch.full((8,), float(me.rank + 1))
+            dist.all_reduce(tensor)
+            me.say("summed", str(tensor.unique().tolist()))
+        _until_hung_up(me)
+
+    with Lab(SIZE, _quietly(role)) as lab:
+        notes = lab.notes()
+        for generation in range(3):
+            _collect(notes, "launched", {0, 1})
+            lab.stop(generation)
+            assert set(_collect(notes, "summed", {0, 1, 2}).values()) == {"[6.0]"}
+        lab.stop(END)
+        _left(lab)
+    assert set(lab.codes.values()) == {0}
+
+
+def test_descriptors_and_threads_stay_flat_over_thirty_stops() -> None:
+    steady = [name for name in NAMES if name not in ("recv any source", "send")]
+    holdings = _run_stops((steady * 4)[:30])
+    assert len(holdings) == 3
+    first, *later = holdings
+    for rank in range(SIZE):
+        descriptors, threads = map(int, first[rank].split())
+        for held in later:
+            now = tuple(map(int, held[rank].split()))
+            assert now[0] <= descriptors, f"rank {rank}: descriptors grow {holdings}"
+            assert now[1] <= threads, f"rank {rank}: threads grow {holdings}"
