@@ -8,7 +8,6 @@ Does not know steps: divide by their number."""
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -26,10 +25,28 @@ class Meter:
 
     def wrap(self, part: str, owner: Any, name: str) -> None:
         """Count the calls of `owner.name` as `part`, until `unwrap`."""
-        function = getattr(owner, name)
+        self.replace(owner, name, lambda function: self.measured(part, function))
 
-        @functools.wraps(function)
-        def measured(*args: Any, **kwargs: Any) -> Any:
+    def wrap_made(self, part: str, owner: Any, name: str) -> None:
+        """Count as `part` the calls of the functions that `owner.name` returns, until `unwrap`."""
+
+        def replacement(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self.measured(part, function(*args, **kwargs))
+
+        self.replace(owner, name, replacement)
+
+    def replace(
+        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Put `make(owner.name)` in the place of `owner.name`, until `unwrap`."""
+        function = getattr(owner, name)
+        setattr(owner, name, make(function))
+        self._undo.append(lambda: setattr(owner, name, function))
+
+    def measured(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, its calls counted as `part`."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
             stack = self._stack.__dict__.setdefault("inner", [])
             stack.append([0, 0])
             cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
@@ -43,8 +60,7 @@ class Meter:
                     stack[-1][1] += wall
                 self._add(part, cpu - inner_cpu, wall - inner_wall)
 
-        setattr(owner, name, measured)
-        self._undo.append(lambda: setattr(owner, name, function))
+        return call
 
     def _add(self, part: str, cpu_ns: int, wall_ns: int) -> None:
         key = part if threading.get_ident() == self._home else f"{part} (other thread)"

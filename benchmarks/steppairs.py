@@ -38,6 +38,7 @@ from everstep.data.loader import DatasetSource  # noqa: E402
 from everstep.worker import entry, groups, process, rng, transaction  # noqa: E402
 from everstep.worker.communicators import Communicators  # noqa: E402
 from everstep.worker.control import Control  # noqa: E402
+from everstep.worker.inner import GlooInner  # noqa: E402
 from everstep.worker.runtime import Worker  # noqa: E402
 
 _TIMEOUT = datetime.timedelta(seconds=60)
@@ -219,6 +220,7 @@ def main() -> None:
     meter = Meter()
     for part, owner, name in _PARTS:
         meter.wrap(part, owner, name)
+    meter.wrap_made("collective, gloo's launch", GlooInner, "operation")
     first = _WARM_UP + args.pairs * args.block + 1
     for number in range(args.metered):
         pairs.everstep_block(first + number, 1)

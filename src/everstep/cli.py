@@ -175,9 +175,11 @@ def config_show(config: str | None) -> None:
 def report(run_dir: str) -> None:
     """Print what happened in the run whose directory is RUN_DIR, folded from its journal."""
     from everstep.observe.report import report_run
+    from everstep.observe.screen import Screen
+    from everstep.settings import resolve
 
-    for line in report_run(Path(run_dir)):
-        click.echo(line)
+    settings, _ = resolve({}, os.environ)
+    report_run(Path(run_dir), Screen(sys.stdout, settings.color))
 
 
 def _resolve(options: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Source]]:

@@ -9,6 +9,7 @@ import argparse
 import os
 import random
 import sys
+import time
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ parser.add_argument("--tail", action="store_true", help="an all-reduce after the
 parser.add_argument("--item", action="store_true", help="return a number, not a tensor")
 parser.add_argument("--opaque", action="store_true", help="return what no local variable holds")
 parser.add_argument("--resources", action="store_true", help="log descriptors, threads and memory")
+parser.add_argument("--linger", type=float, default=0.0, help="wait before the last step, s")
 parser.add_argument("--fail-at", type=int, default=0, help="rank 1 raises in this step, always")
 parser.add_argument("--sgd", action="store_true")
 parser.add_argument("--function-data", action="store_true")
@@ -126,6 +128,8 @@ def resources() -> dict[str, float]:
 
 
 for batch in run.batches(until=args.steps):
+    if args.linger and run.committed == args.steps - 1:
+        time.sleep(args.linger)
     loss = train_step(batch)
     run.state["sum"] = run.state.get("sum", 0.0) + (
         float(loss["twice"]) if args.opaque else float(loss)

@@ -1,13 +1,25 @@
-"""How ranks and signals are named in sentences.
+"""How ranks, signals and broken connections are named in sentences.
 
-Purpose: every reason and error of the core names ranks in the same short way. Pure; knows nothing
-of what the ranks do.
+Purpose: every reason and error names them in the same short way. Pure; knows nothing of what the
+ranks do.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable
+
+_BREAKS = {  # what an error of a communication library says, and what it means
+    "connection reset": "connection reset",
+    "connection closed": "connection closed",
+    "connection refused": "connection refused",
+    "broken pipe": "connection closed",
+    "timed out": "timed out",
+    "timeout": "timed out",
+}
+_SOURCE_PLACES = re.compile(r"^(?:\s*\[[^\]]*\]\s*)+")
+_LONGEST = 120
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -42,3 +54,20 @@ def name_signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def name_break(error: str) -> str:
+    """An error of a collective in one short line: "lost touch with a peer (connection reset)".
+
+    The libraries name their source files, addresses, and where to look; that is detail. An error
+    that is no broken connection keeps its own first sentence: "failed in a collective (...)".
+    """
+    lowered = error.lower()
+    for sign, meaning in _BREAKS.items():
+        if sign in lowered:
+            return f"lost touch with a peer ({meaning})"
+    first = next((line for line in error.splitlines() if line.strip()), "")
+    sentence = _SOURCE_PLACES.sub("", first).strip().split(". ")[0].rstrip(".")
+    if len(sentence) > _LONGEST:
+        sentence = sentence[: _LONGEST - 3] + "..."
+    return f"failed in a collective ({sentence})" if sentence else "failed in a collective"

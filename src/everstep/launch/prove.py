@@ -2,7 +2,8 @@
 
 The script runs clean twice and with the faults once, each as a job of its own with its own journal.
 The first two show that the script is equal to itself, without which no comparison means anything;
-the third is held against the first. Equal means: for every rank and step what the step returned and
+the third is held against the first. All three get the same PYTHONHASHSEED, or a script that walks
+over a set would differ from itself. Equal means: for every rank and step what the step returned and
 which samples it consumed, and at the end the digest of parameters, optimizer state and buffers.
 Beyond that every fault must have fired and been survived.
 
@@ -12,9 +13,10 @@ not know how a fault is injected or survived, and believes the journal of the ru
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -24,8 +26,10 @@ from everstep.errors import UserError
 from everstep.launch import evidence, preflight
 from everstep.launch.evidence import Evidence, EvidenceError
 from everstep.observe.journal import read_journal
-from everstep.observe.narrate import Narrator, counted
-from everstep.observe.report import incident_table
+from everstep.observe.narrate import Narrator, cause_in_words, counted
+from everstep.observe.pace import Pace
+from everstep.observe.report import show_incidents
+from everstep.observe.screen import Screen
 from everstep.settings import RUN_ID, RunSettings
 from everstep.types import Stage
 from everstep.wire.messages import ChaosSpec
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
 RUNS = ("clean-1", "clean-2", "faulted")
 _STAGES_TOLD = (Stage.DETECT, Stage.STOP, Stage.START, Stage.REGROUP, Stage.STATE, Stage.FIRST_STEP)
 _PROGRESS_EVERY_S = 5.0
+_DRAW_EVERY_S = 0.1
+_HASH_SEED = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,20 +100,20 @@ def prove(
         preflight.check(job)
     _check_json_path(json_path)
     run_job = run_job or _backend()
-    say = functools.partial(print, file=out, flush=True)
+    screen = Screen(out, settings.color)
     ranks = counted(settings.nproc_per_node, "rank")
-    say(f"everstep prove: {settings.script.target} on {ranks}, {len(jobs)} runs")
+    screen.say(f"everstep prove: {settings.script.target} on {ranks}, {len(jobs)} runs", "bold")
     outcomes: list[Outcome] = []
-    for number, (job, what) in enumerate(zip(jobs, _titles(faults), strict=True), start=1):
-        say(f"[{number}/{len(jobs)}] {what}")
-        outcomes.append(_run(job, run_job, say))
-        verdict = judge(outcomes, faults, settings.nproc_per_node)
-        if verdict.problems:
-            break  # the runs that are left could not make it a proof
+    with _one_hash_seed():
+        for number, (job, what) in enumerate(zip(jobs, _titles(faults), strict=True), start=1):
+            screen.say(f"[{number}/{len(jobs)}] {what}")
+            outcomes.append(_run(job, run_job, screen, live=not settings.quiet))
+            verdict = judge(outcomes, faults, settings.nproc_per_node)
+            if verdict.problems:
+                break  # the runs that are left could not make it a proof
     if json_path is not None:
         json_path.write_text(json.dumps(verdict.to_json(), indent=2) + "\n", encoding="utf-8")
-    for line in _closing_words(verdict, outcomes, faults, json_path):
-        say(line)
+    _close(verdict, outcomes, faults, json_path, screen)
     return 0 if verdict.proved else 1
 
 
@@ -171,7 +177,7 @@ def unsurvived(ledger: Ledger) -> list[str]:
     """A sentence for each incident that was not closed by a committed step."""
     return [
         f"the incident on rank {incident.rank} in step {incident.step} was not survived: "
-        f"{incident.cause.text}"
+        f"{cause_in_words(incident.cause)}"
         for incident in ledger.incidents
         if not incident.closed
     ]
@@ -192,31 +198,52 @@ def incidents_told(ledger: Ledger) -> tuple[dict[str, Any], ...]:
 
 class ProofView:
     """What a run shows while it is part of a proof: that it goes on, and its incidents. The
-    workers' output is only in the logs."""
+    workers' output is only in the logs. `live`: with a live line, where there can be one."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, screen: Screen, *, live: bool = True) -> None:
+        self._screen = screen
+        self._live = live and screen.interactive
+        self._every_s = _DRAW_EVERY_S if self._live else _PROGRESS_EVERY_S
         self._narrator = Narrator()
+        self._pace = Pace()
         self._said_at_s: float | None = None
 
     def record(self, record: dict[str, Any]) -> None:
-        """Say an incident at once, and where the run stands every few seconds."""
+        """Say an incident at once, and where the run stands from time to time."""
         lines = self._narrator.tell(record)
+        self._pace.see(record)
         now_s = float(record.get("t", 0.0))
         if self._said_at_s is None:
             self._said_at_s = now_s
-        if (
-            not lines
-            and record.get("event") == "step"
-            and now_s - self._said_at_s >= _PROGRESS_EVERY_S
-        ):
-            lines = [f"step {self._narrator.step}"]
         for line in lines:
             self._said_at_s = now_s
-            self._say(f"      {line}")
+            self._screen.say(f"      {line}", "yellow")
+        if record.get("event") == "step" and now_s - self._said_at_s >= self._every_s:
+            self._said_at_s = now_s
+            step = f"step {self._narrator.step}"
+            if self._live:
+                self._screen.live("      " + " | ".join([step, *self._pace.rate()]))
+            else:
+                self._screen.say(f"      {step}")
 
     def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
         """Nothing is shown; the logs have it."""
+
+
+@contextmanager
+def _one_hash_seed() -> Iterator[None]:
+    """While it is entered, this process's environment has a PYTHONHASHSEED for the jobs to take:
+    the user's, else 0. A job that finds none draws one of its own."""
+    given = os.environ.get(_HASH_SEED)
+    if given is None or not given.isdecimal():  # unset, empty, or "random"
+        os.environ[_HASH_SEED] = "0"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[_HASH_SEED]
+        else:
+            os.environ[_HASH_SEED] = given
 
 
 def _backend() -> RunJob:
@@ -261,12 +288,15 @@ def _check_json_path(path: Path | None) -> None:
         raise UserError(f"--json {path} {what}; name a file in a directory that exists")
 
 
-def _run(job: RunSettings, run_job: RunJob, say: Callable[[str], None]) -> Outcome:
-    result = run_job(job, ProofView(say))
+def _run(job: RunSettings, run_job: RunJob, screen: Screen, *, live: bool) -> Outcome:
+    try:
+        result = run_job(job, ProofView(screen, live=live))
+    finally:
+        screen.end_live()
     records = read_journal(result.journal)
     ledger = fold(records)
     if result.exit_code == 0:
-        say(f"      {counted(ledger.steps, 'step')} in {ledger.wall_s:.2f} s")
+        screen.say(f"      {counted(ledger.steps, 'step')} in {ledger.wall_s:.2f} s")
     return Outcome(
         exit_code=result.exit_code,
         text=result.text,
@@ -276,28 +306,34 @@ def _run(job: RunSettings, run_job: RunJob, say: Callable[[str], None]) -> Outco
     )
 
 
-def _closing_words(
+def _close(
     verdict: Verdict,
     outcomes: Sequence[Outcome],
     faults: Sequence[ChaosSpec],
     json_path: Path | None,
-) -> list[str]:
-    """The table of incidents, the verdict, where everything lies, and what to do next."""
-    lines = [""]
-    if len(outcomes) == len(RUNS):
-        lines += [*incident_table(outcomes[2].ledger), ""]
+    screen: Screen,
+) -> None:
+    """Show the table of incidents, the verdict, where everything lies, and what to do next."""
+    if len(outcomes) == len(RUNS) and outcomes[2].ledger.incidents:
+        show_incidents(outcomes[2].ledger, screen)
+    else:
+        screen.put("")
     if verdict.proved:
-        lines.append(
+        screen.say(
             f"PROVED EQUAL: {counted(verdict.steps, 'step')} on {counted(verdict.ranks, 'rank')}; "
             "every returned value, every sample and the state at the end are bit for bit those of "
             "the clean run; "
-            f"{counted(len(faults), 'fault')} injected and survived."
+            f"{counted(len(faults), 'fault')} injected and survived.",
+            "bold green",
         )
     else:
-        lines.append("NOT PROVED:")
-        lines += [f"  - {problem}" for problem in verdict.problems]
-    lines += ["", "journals and logs:", *(f"  {outcome.run_dir}" for outcome in outcomes)]
+        screen.say("NOT PROVED:", "bold red")
+        for problem in verdict.problems:
+            screen.say(f"  - {problem}", "red")
+    screen.put("")
+    screen.say("journals and logs:")
+    for outcome in outcomes:
+        screen.put(f"  {outcome.run_dir}")
     if json_path is not None:
-        lines.append(f"verdict: {json_path}")
-    lines.append(f"next: everstep report {outcomes[-1].run_dir}")
-    return lines
+        screen.put(f"verdict: {json_path}")
+    screen.put(f"next: everstep report {outcomes[-1].run_dir}")

@@ -42,20 +42,21 @@ class ConsoleView:
         self._pace = Pace()
         self._doing = ""
         self._drawn_at_s = float("-inf")
+        self._closed = False
 
     def record(self, record: dict[str, Any]) -> None:
         """Show what a journal record means, if it means anything to a person."""
         lines = self._narrator.tell(record)
         self._pace.see(record)
-        for line in lines:
-            self._screen.say(f"everstep: {line}", "yellow")
         event, now_s = record.get("event"), float(record.get("t", 0.0))
         if event == "job_started":
             self._doing = f"setting up {counted(int(record['world_size']), 'rank')}"
         due = event == "step" and now_s - self._drawn_at_s >= _DRAW_EVERY_S
-        if lines or due or event == "job_started":
+        if lines or due or event in ("job_started", "incident_opened"):
             self._drawn_at_s = now_s
-            self._draw()
+            self._draw(now=not lines)
+        for line in lines:
+            self._screen.say(f"everstep: {line}", "yellow")
 
     def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
         """Show one line of a worker. `stream`: `stdout` or `stderr`."""
@@ -67,7 +68,7 @@ class ConsoleView:
 
     def close(self) -> None:
         """Take the live line away. The view can still summarize."""
-        self._quiet = True
+        self._closed = True
         self._screen.end_live()
 
     def summarize(self, run_dir: Path) -> None:
@@ -76,9 +77,9 @@ class ConsoleView:
         self._screen.end_live()
         report_run(run_dir, self._screen)
 
-    def _draw(self) -> None:
+    def _draw(self, *, now: bool) -> None:
         step = self._narrator.step
-        if self._quiet or not (step or self._doing):
+        if self._quiet or self._closed or not (step or self._doing):
             return
         parts = [f"step {step}"] if step else [self._doing]
         if self._pace.recovering:
@@ -87,4 +88,4 @@ class ConsoleView:
             parts += [*self._pace.rate(), *self._pace.goodput()]
         if step or self._narrator.incidents:
             parts.append(counted(self._narrator.incidents, "incident"))
-        self._screen.live("everstep: " + " | ".join(parts))
+        self._screen.live("everstep: " + " | ".join(parts), now=now)

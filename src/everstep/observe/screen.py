@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TextIO, cast
+from typing import Literal, TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.measure import Measurement
 from rich.text import Text
 
 _UNBOUNDED = 10_000  # columns of what is no terminal
@@ -82,8 +83,14 @@ class Screen:
         """A table, or whatever rich can draw."""
         self._console.print(renderable)
 
-    def live(self, line: str) -> None:
-        """Set the live line, and draw it. Nothing where none can be drawn."""
+    def fits(self, renderable: RenderableType) -> bool:
+        """Whether it can be drawn as wide as it would like to be."""
+        widest = Measurement.get(self._console, self._console.options, renderable).maximum
+        return widest <= self._console.width
+
+    def live(self, line: str, *, now: bool = True) -> None:
+        """Set the live line, and draw it `now` or below the next line. Nothing where none can be
+        drawn."""
         if not self.interactive:
             return
         if self._live is None:
@@ -97,7 +104,7 @@ class Screen:
             self._live.start()
             self._console.show_cursor(True)  # nobody would show it again if we were killed
         text = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
-        self._live.update(text, refresh=True)
+        self._live.update(text, refresh=now)
 
     def end_live(self) -> None:
         """Take the live line away, if there is one."""
@@ -167,7 +174,7 @@ def _text(line: str, style: str = "") -> Text:
     return text if plain == text.plain else Text(plain, style=style)
 
 
-def _color_system(color: str, terminal: bool) -> str | None:
+def _color_system(color: str, terminal: bool) -> Literal["auto", "standard"] | None:
     if color == "never" or (color == "auto" and not terminal):
         return None
     return "auto" if terminal else "standard"

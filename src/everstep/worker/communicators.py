@@ -222,12 +222,11 @@ class Communicators:
         deadline = time.monotonic() + timeout_s
         if not self._wait_idle(min(_PROMPT_S, timeout_s)):
             inners = [group.inner for group in self.groups if group.inner is not None]
-            while not all(inner.silent() for inner in inners) and time.monotonic() < deadline:
-                self._wait_idle(_PROMPT_S)
+            silent = False
             while not self._wait_idle(_PROMPT_S):
                 with self._lock:
                     left = [guard.operation for guard in self._running.values()]
-                    if len(left) <= _INNER_THREADS:
+                    if silent and len(left) <= _INNER_THREADS:
                         self._running.clear()
                         break
                 if time.monotonic() >= deadline:
@@ -235,6 +234,7 @@ class Communicators:
                     raise QuiesceTimeout(
                         f"aborted collectives did not end in {timeout_s:g} s: {names}"
                     )
+                silent = all(inner.silent() for inner in inners)
         for group in self.groups:
             inner, group.inner = group.inner, None
             if inner is not None:

@@ -11,6 +11,7 @@ import time
 import traceback
 from typing import Any
 
+from everstep.core.words import name_break
 from everstep.data.loader import Batch, BatchSource
 from everstep.types import Cause, CauseKind
 from everstep.wire import messages
@@ -93,8 +94,13 @@ class Worker:
     def _on_fault(self, generation: int, error: BaseException) -> None:
         if isinstance(error, Stopped):
             return
-        text = f"a collective failed: {error}".splitlines()[0]
-        cause = Cause(kind=CauseKind.PEER, text=text, signature="collective", at_s=None)
+        cause = Cause(
+            kind=CauseKind.PEER,
+            text=name_break(str(error)),
+            detail=str(error),
+            signature="collective",
+            at_s=None,
+        )
         self.control.send(
             messages.Fault(generation=generation, step=self.committed + 1, cause=cause)
         )
