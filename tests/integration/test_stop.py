@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import (
 
 from benchmarks.bench_stop import SIZE, _operations
 from benchmarks.grouplab import Lab, Member
-from everstep.wire import messages
 from everstep.worker.communicators import Answer
 
 END = 1_000_000  # a stop that says: no more rounds
@@ -144,33 +143,59 @@ def test_live_collectives_give_what_plain_gloo_gives(tmp_path: Path) -> None:
         _until_hung_up(me)
 
     with Lab(SIZE, _quietly(role)) as lab:
-        texts = lab.wait_for("compared", list(range(SIZE)))
-        lab.stop(END)
-        _left(lab)
+        hub = Hub(lab)
+        texts = hub.collect("compared", set(range(SIZE)))
+        hub.end()
     assert set(texts.values()) == {"30 []"}
     assert set(lab.codes.values()) == {0}
-
-
-def _left(lab: Lab) -> None:
-    for _, key, text in lab.notes():
-        assert key != "fault", text
 
 
 # ---------------------------------------------------------------- stops
 
 
-def _announce_launches(me: Member) -> None:
-    """Say so when a collective is under way inside gloo, and its guard is registered."""
+def _announce_launches(me: Member) -> Callable[[int], None]:
+    """Returns what begins a round: from then on, the first collective that is under way inside gloo, its guard
+    registered, is told to the hub."""
     communicators = me.communicators
-    launched, followed = communicators.launched, communicators.add
+    launched = communicators.launched
+    due: list[int] = []
 
     def tell(guard: Any) -> None:
         launched(guard)
-        if not communicators.poisoned and communicators.before_launch is not None:
-            me.say("launched")
+        if due:
+            me.say(f"launched {due.pop()}")
 
-    del followed
     communicators.launched = tell  # type: ignore[method-assign]
+    return due.append
+
+
+class Hub:
+    """Collects what members say; nothing that comes early is lost."""
+
+    def __init__(self, lab: Lab) -> None:
+        self._lab = lab
+        self._notes = lab.notes()
+        self._said: dict[str, dict[int, str]] = {}
+
+    def collect(self, key: str, ranks: set[int]) -> dict[int, str]:
+        while not ranks <= set(self._said.get(key, {})):
+            rank, said, text = next(self._notes)
+            assert said not in ("left", "fault"), f"rank {rank} {said} before {key}: {text}"
+            self._said.setdefault(said, {})[rank] = text
+        return self._said.pop(key)
+
+    def end(self) -> None:
+        """Let all members leave, and wait until they have."""
+        self._lab.stop(END)
+        for rank, said, text in self._notes:
+            assert said != "fault", f"rank {rank}: {text}"
+
+
+def _sum(me: Member, key: str) -> None:
+    """A correct all-reduce, with all ranks; told to the hub."""
+    tensor = torch.full((1000,), float(me.rank + 1))
+    dist.all_reduce(tensor)
+    me.say(key, f"{tensor.unique().tolist()} {me.communicators.poisoned}")
 
 
 def _holdings() -> tuple[int, int]:
@@ -188,91 +213,49 @@ def _settled(me: Member) -> tuple[int, int]:
 def _stop_member(names: list[str]) -> Callable[[Member], None]:
     def role(me: Member) -> None:
         me.join()
-        _announce_launches(me)
+        begin = _announce_launches(me)
         communicators = me.communicators
+        _sum(me, "summed -1")  # or a rank might be stopped while it still joins
         for generation, name in enumerate(names):
             communicators.answer = Answer.ZEROS
-            communicators.before_launch = lambda _: None
             if me.rank != 2:
+                begin(generation)
                 _operations(me.rank)[name]()
-                me.say("freed", f"{name} {communicators.poisoned}")
-            communicators.before_launch = None
+                me.say(f"freed {generation}", f"{name} {communicators.poisoned}")
             me.recover(generation)
-            tensor = torch.full((1000,), float(me.rank + 1))
-            dist.all_reduce(tensor)
-            me.say("summed", f"{tensor.unique().tolist()} {communicators.poisoned}")
-            if (generation + 1) % 10 == 0 or generation + 1 == len(names):
-                me.say("holds", "{} {}".format(*_settled(me)))
+            _sum(me, f"summed {generation}")
+            if (generation + 1) % 10 == 0:
+                me.say(f"holds {generation}", "{} {}".format(*_settled(me)))
         _until_hung_up(me)
 
     return role
 
 
 def _run_stops(names: list[str]) -> list[dict[int, str]]:
-    """Every round: both waiting ranks are inside gloo, all are stopped, all regroup and sum. Returns what they hold."""
+    """Every round: both waiting ranks are inside gloo, all are stopped, all regroup and sum. Returns what they hold
+    after every tenth."""
     holdings = []
+    everybody = set(range(SIZE))
     with Lab(SIZE, _quietly(_stop_member(names))) as lab:
-        notes = lab.notes()
+        hub = Hub(lab)
+        hub.collect("summed -1", everybody)
         for generation, name in enumerate(names):
-            _collect(notes, "launched", {0, 1})
+            hub.collect(f"launched {generation}", {0, 1})
             lab.stop(generation)
-            freed = _collect(notes, "freed", {0, 1})
+            freed = hub.collect(f"freed {generation}", {0, 1})
             assert set(freed.values()) == {f"{name} True"}
-            summed = _collect(notes, "summed", {0, 1, 2})
+            summed = hub.collect(f"summed {generation}", everybody)
             assert set(summed.values()) == {"[6.0] False"}, name
-            if (generation + 1) % 10 == 0 or generation + 1 == len(names):
-                holdings.append(_collect(notes, "holds", {0, 1, 2}))
-        for rank in list(lab.sockets):
-            lab.send(rank, messages.Stop(generation=END))
-        _left(lab)
+            if (generation + 1) % 10 == 0:
+                holdings.append(hub.collect(f"holds {generation}", everybody))
+        hub.end()
     assert set(lab.codes.values()) == {0}
     return holdings
 
 
-def _collect(notes: Any, key: str, ranks: set[int]) -> dict[int, str]:
-    found: dict[int, str] = {}
-    while not ranks <= set(found):
-        rank, said, text = next(notes)
-        assert said != "left", f"rank {rank} left before {key}"
-        if said == key:
-            found[rank] = text
-    return found
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "recv any source"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_stop_frees_the_main_thread_and_the_next_generation_is_correct(name: str) -> None:
     _run_stops([name] * 2)
-
-
-def test_a_stop_frees_a_receive_from_anybody() -> None:
-    """gloo's own thread for it lives on until its time-out; the main thread and the next generation do not care."""
-
-    def role(me: Member) -> None:
-        me.join()
-        _announce_launches(me)
-        me.communicators.answer = Answer.ZEROS
-        for generation in range(3):
-            me.communicators.before_launch = lambda _: None
-            tensor = torch.ones(8)
-            if me.rank != 2:
-                dist.recv(tensor)
-                assert tensor.sum() == 0
-            me.communicators.before_launch = None
-            me.recover(generation)
-            tensor = torch.full((8,), float(me.rank + 1))
-            dist.all_reduce(tensor)
-            me.say("summed", str(tensor.unique().tolist()))
-        _until_hung_up(me)
-
-    with Lab(SIZE, _quietly(role)) as lab:
-        notes = lab.notes()
-        for generation in range(3):
-            _collect(notes, "launched", {0, 1})
-            lab.stop(generation)
-            assert set(_collect(notes, "summed", {0, 1, 2}).values()) == {"[6.0]"}
-        lab.stop(END)
-        _left(lab)
-    assert set(lab.codes.values()) == {0}
 
 
 def test_descriptors_and_threads_stay_flat_over_thirty_stops() -> None:

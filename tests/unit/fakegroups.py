@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch._C._distributed_c10d import HashStore
 
 from everstep.worker.communicators import Communicators
 from everstep.worker.groups import BACKEND, OuterGroup, register
+
+PATIENCE = datetime.timedelta(seconds=77)
 
 
 class FakeWork:
@@ -37,7 +40,8 @@ class FakeWork:
             raise RuntimeError("no future")
         return self.future
 
-    def wait(self) -> None:
+    def wait(self, timeout: datetime.timedelta) -> None:
+        assert timeout == PATIENCE
         assert self._ended.wait(20)
         if self._error is not None:
             raise self._error
@@ -48,6 +52,8 @@ class FakeWork:
 
 class FakeInner:
     """Counts what is done to it; each launched operation is a FakeWork in `works`."""
+
+    patience = PATIENCE
 
     def __init__(self, group: OuterGroup | None = None, generation: int = 0) -> None:
         self.group, self.generation = group, generation

@@ -5,20 +5,57 @@ from __future__ import annotations
 
 import io
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit import journals
 
-from everstep.observe.console import WIPE, ConsoleView
+from everstep.observe.console import ConsoleView
 from everstep.observe.narrate import Narrator
 from everstep.settings import RunSettings
 
+_CODES = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([^\x1b])", re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of a known kind and width, whatever the tests run on."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that says it is a terminal, and can tell what would stand on it."""
 
     def isatty(self) -> bool:
         return True
+
+    @property
+    def rows(self) -> list[str]:
+        """What a person would see: the rows of the display, an empty last one left out."""
+        rows, row, column = [""], 0, 0
+        for code in _CODES.finditer(self.getvalue()):
+            argument, command, char = code.groups()
+            if char == "\n":
+                row, column = row + 1, 0
+                rows += [""] * (row + 1 - len(rows))
+            elif char == "\r":
+                column = 0
+            elif char is not None:
+                rows[row] = rows[row][:column].ljust(column) + char + rows[row][column + 1 :]
+                column += 1
+            elif command == "K":
+                assert argument == "2", "the whole row"
+                rows[row] = ""
+            elif command == "A":
+                row -= int(argument)
+            else:
+                assert (command == "m") or argument == "?25", code.group()
+        return rows[:-1] if rows[-1] == "" else rows
 
 
 def cause(kind: str = "signal", text: str = "", **more: Any) -> dict[str, Any]:
@@ -76,6 +113,39 @@ def test_a_raise_and_its_recovery_in_words() -> None:
     ]
 
 
+def test_where_the_state_was_is_said_once() -> None:
+    reason = "ranks 0, 1 redo step 5 from their own memory"
+    assert tell(closed(1.0, rung="retry", state_from="process", reason=reason)) == [
+        f"step 5 done again after 0.00 s - retry, 0 steps lost ({reason})"
+    ]
+
+
+def test_a_fault_on_purpose_is_called_so() -> None:
+    fault = "raise:rank=2,step=9,at=forward"
+    text = f"everstep.worker.faults.ChaosError: fault on purpose: {fault}"
+    told = tell(step(9.0, 8), opened(10.0, cause("exception", text, fault=fault), rank=2, step=9))
+    assert told == [
+        f"rank 2: fault on purpose ({fault}) in step 9; stopping, the step is done again"
+    ]
+    [line] = tell(opened(10.0, cause("exception", "ValueError: boom", fault=fault), rank=2, step=9))
+    assert "ValueError: boom" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("signal", "rank 1 was killed by SIGKILL in step 5", " in step 5 (forward or backward);"),
+        ("exit", "rank 1 exited with code 3 in step 5", " in step 5 (forward or backward);"),
+        ("signal", "rank 1 was killed by SIGKILL in step 5 (fence)", " in step 5 (fence);"),
+        ("signal", "rank 1 was killed by SIGKILL", " by SIGKILL in step 5;"),
+        ("exception", "rank 1: ValueError: odd in step 5", " odd in step 5;"),
+    ],
+)
+def test_where_in_a_step_a_process_died(kind: str, text: str, told: str) -> None:
+    [line] = tell(step(9.0, 4), opened(10.0, cause(kind, text)))
+    assert told in line
+
+
 def test_before_the_first_commit_all_start_again() -> None:
     [line] = tell(opened(1.0, cause(text="rank 1 exited with code 3 in step 1"), step=1))
     assert line.endswith("; nothing is committed yet, all ranks start again")
@@ -104,25 +174,71 @@ def test_an_incident_begins_when_the_fault_happened(
     assert f"after {seconds} - " in lines[-1]
 
 
-def test_the_death_behind_a_broken_collective_is_told_as_the_failure() -> None:
-    fault = "kill:rank=1,step=5"
-    echo = cause("peer", "a collective failed: Connection reset by peer. Check the logs. GLHF!")
-    death = opened(10.1, cause(fault=fault)) | {"event": "incident_cause"}
-    fired = {"event": "fault_fired", "t": 10.05, "text": fault, "fired_t": 9.9}
-    assert tell(step(9.0, 4), opened(10.0, echo, rank=2), fired, death, closed(10.3)) == [
-        "rank 2 lost touch with a peer in step 5; stopping",
-        "rank 1 was killed by SIGKILL in step 5 (backward); a warm process takes its place",
+FAULT = "kill:rank=1,step=5"
+ECHO = cause("peer", "lost touch with a peer (connection reset)")
+LOST_TOUCH = (
+    "rank 2 lost touch with a peer (connection reset) in step 5; stopping, the step is done again"
+)
+
+
+def stopped(t: float) -> dict[str, Any]:
+    return {"t": t, "event": "stopped", "incident": 1, "generation": 0}
+
+
+def further(t: float, cause: dict[str, Any], rank: int = 1) -> dict[str, Any]:
+    return opened(t, cause, rank=rank) | {"event": "incident_cause"}
+
+
+def test_the_death_behind_a_broken_collective_is_told_as_the_failure_and_alone() -> None:
+    fired = {"event": "fault_fired", "t": 10.05, "text": FAULT, "fired_t": 9.9}
+    death = further(10.1, cause(fault=FAULT))
+    records = [opened(10.0, ECHO, rank=2), fired, death, stopped(10.2), closed(10.3)]
+    assert tell(step(9.0, 4), *records) == [
+        "rank 1 was killed by SIGKILL in step 5 (backward); "
+        "stopping, a warm process takes its place",
         "step 5 done again after 0.40 s - respawn, state from peers, 0 steps lost "
         "(rank 1 takes step 4 from ranks 0, 2, 3)",
     ]
 
 
+def test_a_broken_collective_that_nobody_died_of_is_told_when_all_stand_still() -> None:
+    narrator = Narrator()
+    assert narrator.tell(step(9.0, 4)) == narrator.tell(opened(10.0, ECHO, rank=2)) == []
+    assert narrator.tell(stopped(10.1)) == [LOST_TOUCH]
+    assert narrator.tell(stopped(10.2)) == []
+    assert narrator.incidents == 1
+
+
+def test_a_death_that_is_known_late_is_told_after_its_echo() -> None:
+    records = [opened(10.0, ECHO, rank=2), stopped(10.1), further(10.2, cause())]
+    assert tell(step(9.0, 4), *records) == [
+        LOST_TOUCH,
+        "rank 1 was killed by SIGKILL in step 5 (backward); a warm process takes its place",
+    ]
+
+
+def test_of_two_deaths_behind_a_broken_collective_one_is_the_failure() -> None:
+    second = further(10.2, cause(text="rank 3 was killed by SIGKILL in step 5 (fence)"), rank=3)
+    told = tell(step(9.0, 4), opened(10.0, ECHO, rank=2), further(10.1, cause()), second)
+    assert [line.split(" was ")[0] for line in told] == ["rank 1", "meanwhile rank 3"]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"t": 10.1, "event": "job_ended", "exit_code": 1, "text": "spent", "cause": None},
+        further(10.1, cause("timeout", "rank 3's worker has not parked"), rank=3),
+        closed(10.1),
+    ],
+)
+def test_what_is_held_back_is_told_in_the_end(last: dict[str, Any]) -> None:
+    assert tell(step(9.0, 4), opened(10.0, ECHO, rank=2), last)[0] == LOST_TOUCH
+
+
 def test_further_failures_and_notes() -> None:
-    further = opened(10.1, cause(text="rank 3 exited with code 1"), rank=3) | {
-        "event": "incident_cause"
-    }
+    third = further(10.1, cause(text="rank 3 exited with code 1"), rank=3)
     note = {"event": "note", "t": 1.0, "key": "k", "text": "zygote restarted", "rank": None}
-    assert tell(further, note, note | {"rank": 2}) == [
+    assert tell(third, note, note | {"rank": 2}) == [
         "meanwhile rank 3 exited with code 1 in step 5",
         "note: zygote restarted",
         "note (rank 2): zygote restarted",
@@ -157,31 +273,81 @@ def test_without_a_terminal_there_is_no_live_line_and_no_color() -> None:
 
 
 def test_the_live_line_shows_step_rate_goodput_and_incidents() -> None:
-    view, _, stderr = view_on(Terminal())
+    terminal = Terminal()
+    view, _, _ = view_on(terminal)
     view.record({"t": 0.0, "event": "journal"})
+    assert terminal.rows == []
+    view.record({"t": 0.0, "event": "job_started", "world_size": 4})
+    assert terminal.rows == ["everstep: setting up 4 ranks"]
     view.record({"t": 1.0, "event": "setup_done"})
     for number in range(1, 7):
         view.record(step(1.0 + number / 2, number))
-    last = stderr.getvalue().rpartition(WIPE)[2]
-    assert last == "everstep: step 6 | 2.0 steps/s | goodput 75.0 % | 0 incidents"
+    assert terminal.rows == ["everstep: step 6 | 2.0 steps/s | goodput 75.0 % | 0 incidents"]
     view.record(opened(4.0, cause(), step=7))
+    assert terminal.rows[-1] == "everstep: step 6 | recovering | goodput 75.0 % | 1 incident"
     view.record(closed(6.0, step=7))
     view.record(step(8.0, 7))
-    last = stderr.getvalue().rpartition(WIPE)[2]
-    assert last == "everstep: step 7 | goodput 62.5 % | 1 incident"
-
-
-def test_the_live_line_is_wiped_before_anything_is_printed_and_at_the_end() -> None:
-    view, _, stderr = view_on(Terminal(), color="never")
-    view.record(step(1.0, 1))
-    drawn = stderr.getvalue()
-    assert drawn.startswith(WIPE + "everstep: step 1")
-    view.output(0, 1, "stderr", "hello")
-    assert stderr.getvalue() == drawn + WIPE + "[rank0] hello\n" + drawn
+    assert terminal.rows[-1] == "everstep: step 7 | goodput 62.5 % | 1 incident"
     view.close()
-    assert stderr.getvalue() == drawn + WIPE + "[rank0] hello\n" + drawn + WIPE
+    assert [row.split(" ")[1] for row in terminal.rows] == ["rank", "step"]
+
+
+def test_nothing_runs_into_the_live_line() -> None:
+    terminal = Terminal()
+    view = ConsoleView(RunSettings(color="never"), terminal, terminal)
+    view.record(step(1.0, 1))
+    view.output(0, 1, "stderr", "hello")
+    assert terminal.rows == ["[rank0] hello", "everstep: step 1 | 0 incidents"]
+    view.output(1, 1, "stdout", "[bold]no markup[/] :smile: 12")
+    view.record(opened(2.0, cause()))
+    assert terminal.rows[1:3] == [
+        "[rank1] [bold]no markup[/] :smile: 12",
+        "everstep: rank 1 was killed by SIGKILL in step 5 (backward); "
+        "stopping, a warm process takes its place",
+    ]
+    assert terminal.rows[-1].startswith("everstep: step 1 | recovering")
+    view.close()
+    before = terminal.rows
+    assert not before[-1].startswith("everstep: step 1 |")
     view.output(0, 1, "stderr", "last")
-    assert stderr.getvalue().endswith(WIPE + "[rank0] last\n")
+    assert terminal.rows == [*before, "[rank0] last"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "\x1b[2A\x1b[2Kup",
+        "\x1b[31mup\x1b[0m",
+        "\x1b]0;up\x1b\\up",
+        "down\rup",
+        "up\x1b[",
+        "u\x08\x07p",
+    ],
+)
+def test_a_worker_moves_no_cursor_but_its_own(line: str) -> None:
+    terminal = Terminal()
+    view = ConsoleView(RunSettings(), terminal, terminal)
+    view.output(0, 1, "stdout", "above")
+    view.record(step(1.0, 1))
+    view.output(0, 1, "stdout", line)
+    above, shown, live = terminal.rows
+    assert above == "[rank0] above"
+    assert shown.removeprefix("[rank0] ").startswith("up")
+    assert live.startswith("everstep: step 1")
+
+
+def test_a_worker_s_colors_are_kept_where_there_is_color() -> None:
+    for color, kept in [("auto", True), ("never", False)]:
+        terminal = Terminal()
+        view = ConsoleView(RunSettings(color=color), terminal, terminal)
+        view.output(0, 1, "stdout", "\x1b[31mred\x1b[0m")
+        assert ("\x1b[31mred" in terminal.getvalue()) is kept
+
+
+def test_what_is_no_terminal_gets_a_worker_s_line_as_it_came() -> None:
+    view, stdout, _ = view_on(Terminal())
+    view.output(0, 1, "stdout", "\x1b[31m" + "x" * 500)
+    assert stdout.getvalue() == "[rank0] \x1b[31m" + "x" * 500 + "\n"
 
 
 def test_the_live_line_is_not_drawn_for_every_step() -> None:
@@ -191,11 +357,47 @@ def test_the_live_line_is_not_drawn_for_every_step() -> None:
     assert stderr.getvalue().count("everstep: step") == 1
 
 
-def test_the_live_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    view, _, stderr = view_on(Terminal())
+def test_the_display_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = Terminal()
+    view, _, _ = view_on(terminal)
+    view.record({"t": 0.5, "event": "setup_done"})
     view.record(step(1.0, 123456))
-    assert len(stderr.getvalue().removeprefix(WIPE)) < 20
+    view.record(step(2.0, 123457))
+    assert len(terminal.rows) == 1
+    view.record(opened(2.5, cause(), step=123458))
+    assert all(len(row.rstrip()) <= 40 for row in terminal.rows)
+    assert [row.split()[-1] for row in terminal.rows[:2]] == ["SIGKILL", "123458;"]
+
+
+def test_a_terminal_that_can_not_redraw_has_no_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    view, _, stderr = view_on(Terminal())
+    view.record(step(1.0, 1))
+    view.record(opened(2.0, cause()))
+    view.close()
+    assert "\x1b" not in stderr.getvalue()
+    assert "step 1 |" not in stderr.getvalue()
+
+
+def test_the_summary_takes_the_place_of_the_live_line(tmp_path: Path) -> None:
+    records = journals.killed_and_recovered()
+    journals.write(tmp_path / "journal.jsonl", records)
+    terminal = Terminal()
+    view, _, _ = view_on(terminal)
+    for record in records:
+        view.record(record)
+    view.close()
+    view.summarize(tmp_path)
+    assert terminal.rows[2] == "everstep run one: finished"
+
+
+def test_a_character_that_the_stream_lacks_does_not_end_the_run() -> None:
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True) as narrow:
+        view = ConsoleView(RunSettings(), narrow, io.StringIO())
+        view.output(0, 1, "stdout", "größer")
+        assert isinstance(narrow.buffer, io.BytesIO)
+        assert narrow.buffer.getvalue() == b"[rank0] gr\\xf6\\xdfer\n"
 
 
 def test_quiet_shows_incidents_only() -> None:
@@ -205,6 +407,7 @@ def test_quiet_shows_incidents_only() -> None:
     view.record(opened(2.0, cause()))
     assert stdout.getvalue() == ""
     assert stderr.getvalue().startswith("everstep: rank 1 was killed")
+    assert "step 1 |" not in stderr.getvalue()
 
 
 @pytest.mark.parametrize(("color", "colored"), [("auto", True), ("always", True), ("never", False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,3 +250,51 @@ def test_progress_is_said_every_few_seconds(proof: Proof) -> None:
     assert [line.strip() for line in proof.said.splitlines() if line.startswith("      step")][
         :2
     ] == ["step 2", "step 5"]
+
+
+def test_on_a_terminal_progress_is_a_live_line(
+    proof: Proof, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    proof.out = Terminal()
+    assert proof.prove() == 0
+    assert "step 8 | 2.0 steps/s" in proof.said
+    assert "\n      step" not in proof.said
+    assert "never shown" not in proof.said
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"), [(None, "0"), ("", "0"), ("random", "0"), ("7", "7"), ("0", "0")]
+)
+def test_all_runs_hash_alike(
+    given: str | None, seen: str, proof: Proof, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", given)
+    run_job, seeds = proof.run_job, []
+
+    def watched(settings: RunSettings, view: Any) -> Any:
+        seeds.append(os.environ.get("PYTHONHASHSEED"))
+        return run_job(settings, view)
+
+    monkeypatch.setattr(proof, "run_job", watched)
+    assert proof.prove() == 0
+    assert seeds == [seen] * 3
+    assert os.environ.get("PYTHONHASHSEED") == given
+
+
+def test_the_environment_is_put_back_after_an_error(
+    proof: Proof, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    proof.runs.clear()  # there is no run to make
+    with pytest.raises(IndexError):
+        proof.prove()
+    assert "PYTHONHASHSEED" not in os.environ

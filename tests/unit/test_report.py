@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 from tests.unit import journals
 
-from everstep.core.goodput import fold
 from everstep.errors import UserError
 from everstep.observe import report
+from everstep.observe.screen import Screen
 
 
 def reported(folder: Path, records: list[journals.Record]) -> list[str]:
     journals.write(folder / "journal.jsonl", records)
-    return report.report_run(folder)
+    return shown(folder, io.StringIO())
+
+
+def shown(folder: Path, stream: io.StringIO) -> list[str]:
+    report.report_run(folder, Screen(stream))
+    return stream.getvalue().splitlines()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_a_run_in_which_nothing_failed(tmp_path: Path) -> None:
@@ -32,7 +43,8 @@ def test_a_kill_that_was_survived(tmp_path: Path) -> None:
     lines = reported(tmp_path, journals.killed_and_recovered())
     assert "  incidents  1 (1 respawn), 0 steps lost; state from peers" in lines
     head, row = lines[6:8]
-    columns = "step rank cause rung state from detect stop start regroup state first_step total"
+    assert all(line.isascii() and line == line.rstrip() for line in lines)
+    columns = "step rank cause rung state from detect stop start regroup state first step total"
     assert " ".join(head.split()) == columns
     assert " ".join(row.split()) == f"5 1 {journals.FAULT} respawn peer 5 10 20 30 40 50 155"
 
@@ -79,16 +91,82 @@ def test_a_journal_cut_at_any_record_can_be_reported(cut: int, tmp_path: Path) -
 
 def test_without_a_journal_there_is_no_report(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such journal"):
-        report.report_run(tmp_path)
+        report.report_run(tmp_path, Screen(io.StringIO()))
 
 
-def test_tables_align_numbers_to_the_right() -> None:
-    assert report.table(("name", "ms"), [("a", "5"), ("long one", "155")]) == [
-        "name       ms",
-        "a           5",
-        "long one  155",
+def test_numbers_are_set_to_the_right(tmp_path: Path) -> None:
+    head, row = reported(tmp_path, journals.killed_and_recovered())[6:8]
+    for name, number in [("rank", "1"), ("stop", "10"), ("total", "155")]:
+        end = head.index(name) + len(name)
+        assert row[:end].endswith(f" {number}"), (head, row)
+    assert row.index("kill") == head.index("cause")
+
+
+@pytest.mark.parametrize(("width", "tables"), [(80, 2), (130, 1)])
+def test_a_narrow_terminal_has_the_times_apart(
+    width: int, tables: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")  # no color
+    journals.write(tmp_path / "journal.jsonl", journals.killed_and_recovered())
+    lines = [line for line in shown(tmp_path, Terminal()) if not line.startswith("  logs")]
+    heads = [
+        line.split() for line in lines if "step  rank" in line.replace("step rank", "step  rank")
     ]
+    assert len(heads) == tables
+    assert {"cause", "detect", "first", "total"} <= {name for head in heads for name in head}
+    assert any(journals.FAULT in line for line in lines)
+    assert all(len(line) <= width for line in lines if str(tmp_path) not in line)
 
 
-def test_no_incidents_is_said() -> None:
-    assert report.incident_table(fold(journals.clean())) == ["no incidents"]
+def test_a_cause_is_no_markup(tmp_path: Path) -> None:
+    records = [
+        *journals.begin(),
+        *journals.steps(1, 4, 1.0),
+        journals.opened(3.2, kind="exception", text="KeyError: '[red]x[/red]'", signal=None),
+        *journals.recovery(3.2, rung="retry", state_from="process"),
+        *journals.end(5.0),
+    ]
+    lines = reported(tmp_path, records)
+    assert any("KeyError: '[red]x[/red]'  retry  process" in line for line in lines)
+
+
+def test_where_the_state_came_from_reads_as_a_sentence(tmp_path: Path) -> None:
+    records = [
+        *journals.killed_and_recovered()[:-1],
+        journals.opened(5.3, incident=2, rank=2, step=9, kind="exception", text="ValueError: x"),
+        *journals.recovery(5.3, incident=2, rung="retry", state_from="process", step=9),
+        *journals.end(6.0),
+    ]
+    lines = reported(tmp_path, records)
+    said = "2 (1 respawn, 1 retry), 0 steps lost; state from peers and the ranks' own memory"
+    assert f"  incidents  {said}" in lines
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "rank 2 failed in step 5 with the same error twice: ValueError: boom",
+            "everstep: rank 2 failed in step 5 with the same error twice",
+        ),
+        (
+            "4 attempts in a row failed. First cause, rank 2 in step 5: ValueError: boom",
+            "everstep: 4 attempts in a row failed",
+        ),
+        ("it is over", "everstep: it is over"),
+        ("rank 2 said ValueError: boom", "everstep: rank 2 said ValueError: boom"),
+        ("ValueError: boom", ""),
+    ],
+)
+def test_a_cause_is_said_once(text: str, said: str, tmp_path: Path) -> None:
+    cause = journals.cause(kind="exception", text="ValueError: boom", signal=None)
+    records = [
+        *journals.begin(),
+        *journals.steps(1, 4, 1.0),
+        journals.opened(3.2, rank=2, **cause),
+        *journals.end(3.5, exit_code=1, text=text, cause=cause),
+    ]
+    first, second = reported(tmp_path, records)[:2]
+    assert first == "everstep: the first cause: rank 2: ValueError: boom in step 5"
+    assert second == said

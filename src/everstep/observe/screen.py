@@ -39,6 +39,7 @@ class Screen:
     def __init__(self, stream: TextIO, color: str = "auto") -> None:
         terminal = stream.isatty()
         self._outlet = Outlet(stream)
+        self._line = _Line()
         self._live: Live | None = None
         self._console = Console(
             file=cast("TextIO", self._outlet),
@@ -85,7 +86,8 @@ class Screen:
 
     def fits(self, renderable: RenderableType) -> bool:
         """Whether it can be drawn as wide as it would like to be."""
-        widest = Measurement.get(self._console, self._console.options, renderable).maximum
+        unbounded = self._console.options.update_width(_UNBOUNDED)
+        widest = Measurement.get(self._console, unbounded, renderable).maximum
         return widest <= self._console.width
 
     def live(self, line: str, *, now: bool = True) -> None:
@@ -93,8 +95,10 @@ class Screen:
         drawn."""
         if not self.interactive:
             return
+        self._line.text = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
         if self._live is None:
             self._live = Live(
+                self._line,
                 console=self._console,
                 auto_refresh=False,
                 transient=True,
@@ -103,8 +107,8 @@ class Screen:
             )
             self._live.start()
             self._console.show_cursor(True)  # nobody would show it again if we were killed
-        text = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
-        self._live.update(text, refresh=now)
+        if now:
+            self._live.refresh()
 
     def end_live(self) -> None:
         """Take the live line away, if there is one."""
@@ -155,6 +159,16 @@ class Outlet:
             os.dup2(nowhere, self._stream.fileno())
         finally:
             os.close(nowhere)
+
+
+class _Line:
+    """The live line, as it is now whenever rich draws it."""
+
+    def __init__(self) -> None:
+        self.text = Text()
+
+    def __rich__(self) -> Text:
+        return self.text
 
 
 def same_terminal(one: TextIO, other: TextIO) -> bool:

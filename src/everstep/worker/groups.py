@@ -66,9 +66,10 @@ class Guard(Work):
         self._arrived = arrived
         self.detached = True
 
-    def follow(self, inner: Any) -> None:
-        """Be opened when the inner Work `inner` ends."""
+    def follow(self, inner: Any, patience: datetime.timedelta) -> None:
+        """Be opened when the inner Work `inner` ends; one that has to be waited for is waited for `patience`."""
         self._inner = inner
+        self._patience = patience
         self._communicators.launched(self)
         try:
             future = inner.get_future()
@@ -88,7 +89,7 @@ class Guard(Work):
     def _await_inner(self) -> None:
         error: BaseException | None = None
         try:
-            self._inner.wait()
+            self._inner.wait(self._patience)
         except Exception as failure:
             error = failure
         self._end(error)
@@ -376,7 +377,7 @@ class OuterGroup(dist.ProcessGroup):
         if arrived is not None:
             guard.source = self._other
             guard.stage(arrived)
-        guard.follow(work)
+        guard.follow(work, inner.patience)
         return guard
 
     def _poisoned(self, operation: str, outputs: Any, keep: bool) -> Work:

@@ -26,7 +26,9 @@ Exchange = Callable[[bytes], dict[int, bytes]]
 
 
 class Inner(Protocol):
-    """One communicator of one generation."""
+    """One communicator of one generation. `patience`: how long one of its operations may take."""
+
+    patience: datetime.timedelta
 
     def operation(self, name: str) -> Callable[..., Any]:
         """The method that launches collective `name` and returns its Work."""
@@ -151,7 +153,9 @@ class GlooInner:
             self.group = ProcessGroupGloo(self._store, rank, size, options)
         except Exception as error:
             raise self._store.error or error from error
-        self.group._set_default_timeout(datetime.timedelta(seconds=collective_timeout_s))
+        # gloo's point-to-point calls keep the time-out of the construction unless they are told.
+        self.patience = datetime.timedelta(seconds=collective_timeout_s)
+        self.group._set_default_timeout(self.patience)
 
     def operation(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self.group, name)

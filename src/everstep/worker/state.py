@@ -81,6 +81,7 @@ class State:
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
+            _refuse_unsupported(name, thing)
             self.optimizers[name] = thing
         elif isinstance(thing, (list, tuple)):
             for index, item in enumerate(thing):
@@ -306,6 +307,19 @@ class State:
         ]
         text = repr((names, sorted(self.optimizers), sorted(self.objects), data))
         return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+# They communicate or run the model again inside an update, where a failure can't be undone yet.
+_UNSUPPORTED_OPTIMIZERS = {"LBFGS", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
+
+
+def _refuse_unsupported(name: str, optimizer: torch.optim.Optimizer) -> None:
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if found := kinds & _UNSUPPORTED_OPTIMIZERS:
+        raise UserError(
+            f"protect({name}=...): {', '.join(found)} communicates, or runs the model, inside its "
+            "update; everstep can't undo that yet. Use an optimizer that does not"
+        )
 
 
 def digest_of(tensors: list[torch.Tensor], extra: bytes = b"") -> str:
