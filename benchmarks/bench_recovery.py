@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.figures import EXAMPLE, ROOT, save, table  # noqa: E402
-from everstep.core.goodput import fold  # noqa: E402
-from everstep.launch import evidence  # noqa: E402
-from everstep.launch.local import run_job  # noqa: E402
-from everstep.observe.journal import read_journal  # noqa: E402
-from everstep.settings import RunSettings, resolve  # noqa: E402
-from everstep.types import Stage  # noqa: E402
-from everstep.wire.messages import ScriptSpec  # noqa: E402
+from benchmarks.figures import EXAMPLE, ROOT, save, table
+
+from everstep.core.goodput import fold
+from everstep.launch import evidence
+from everstep.launch.local import run_job
+from everstep.observe.journal import read_journal
+from everstep.settings import RunSettings, resolve
+from everstep.types import Stage
+from everstep.wire.messages import ScriptSpec
 
 RANKS = 4
 FAULTS = {  # and the bar, in seconds
@@ -129,7 +130,9 @@ def figures_of(recoveries: Sequence[Recovery], bar_s: float) -> dict[str, Any]:
 def show(fault: str, figures: Mapping[str, Any]) -> None:
     """The fault's figures in words and a table."""
     verdict = "met" if figures["bar_met"] else "MISSED"
-    print(f"{fault}: median {figures['median_ms']:.0f} ms; bar {figures['bar_ms']:.0f} ms, {verdict}")
+    print(
+        f"{fault}: median {figures['median_ms']:.0f} ms; bar {figures['bar_ms']:.0f} ms, {verdict}"
+    )
     names = [str(stage) for stage in _STAGES]
     rows: list[list[Any]] = [
         [f"{number}", cost, step, *(stages[name] for name in names)]

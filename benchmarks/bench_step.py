@@ -8,7 +8,7 @@ where the agent's work after a commit falls on the steps of its own kind.
 
 Then where the time goes: parts of everstep's own code, wrapped from outside, on rank 0.
 
-    python benchmarks/bench_step.py [--pairs 1000]
+    python benchmarks/bench_step.py [--pairs 1000] [--case adamw]
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.figures import ROOT, median_interval, save, table  # noqa: E402
+from benchmarks.figures import ROOT, median_interval, save, table
 
 RANKS = 4
 GOAL_RATIO = 1.02
+CASES = {"adamw": ("adamw", 1), "sgd": ("sgd", 1), "blocks": ("adamw", 10)}
+"""Name to the optimizer, and the steps of each kind in a pair."""
 _LIMIT_S = 1200
 
 
@@ -62,7 +64,8 @@ def figures_of(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
     ]
 
     def cpu_ms(kind: str) -> float:
-        return statistics.mean(1e3 * statistics.median(r["cpu_s"][kind]) / block for r in ranks)
+        medians: list[float] = [statistics.median(rank["cpu_s"][kind]) for rank in ranks]
+        return 1e3 * statistics.mean(medians) / block
 
     return {
         "pairs": len(ratios),
@@ -87,7 +90,8 @@ def figures_of(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
 def show(name: str, case: dict[str, Any]) -> None:
     """The case in words."""
     print(
-        f"{name}: ratio {case['ratio']:.4f} (95 % {case['ratio_low']:.4f} to {case['ratio_high']:.4f}), "
+        f"{name}: ratio {case['ratio']:.4f} "
+        f"(95 % {case['ratio_low']:.4f} to {case['ratio_high']:.4f}), "
         f"{case['pairs']} pairs of {case['steps_in_a_block']}; goal {GOAL_RATIO}"
     )
     print(
@@ -102,17 +106,15 @@ def show(name: str, case: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of a protected step.")
     parser.add_argument("--pairs", type=int, default=1000)
+    parser.add_argument("--case", choices=CASES, action="append", help="all, when not given")
     args = parser.parse_args()
-    cases = {
-        "adamw": (args.pairs, 1, "adamw"),
-        "sgd": (args.pairs, 1, "sgd"),
-        "adamw, in blocks": (max(20, args.pairs // 10), 10, "adamw"),
-    }
     results: dict[str, Any] = {}
-    for name, case in cases.items():
-        results[name] = figures_of(run_case(*case), case[1])
+    for name in args.case or CASES:
+        optimizer, block = CASES[name]
+        pairs = max(20, args.pairs // block)
+        results[name] = figures_of(run_case(pairs, block, optimizer), block)
         show(name, results[name])
-    for name in ("adamw", "sgd"):
+    for name in results:
         parts = sorted(results[name]["parts"].items(), key=lambda item: -item[1]["cpu_us"])
         rows = [[part, p["calls"], p["cpu_us"], p["wall_us"]] for part, p in parts]
         print(f"\nwhere a step's time goes, {name}, rank 0, each part without those inside it:")

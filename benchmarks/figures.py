@@ -31,9 +31,7 @@ def median_interval(
 ) -> tuple[float, float]:
     """The bootstrap 95 % confidence interval of the median, the same for the same values."""
     draw = random.Random(seed)
-    medians = [
-        statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples)
-    ]
+    medians = [statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples)]
     return quantile(medians, 0.025), quantile(medians, 0.975)
 
 
@@ -53,7 +51,10 @@ def save(name: str, figures: dict[str, Any]) -> Path:
 def table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Rows under headings: the first column to the left, numbers to the right."""
     cells = [
-        [cell if isinstance(cell, str) else f"{cell:.3g}" if cell < 10 else f"{cell:.1f}" for cell in row]
+        [
+            cell if isinstance(cell, str) else f"{cell:.3g}" if cell < 10 else f"{cell:.1f}"
+            for cell in row
+        ]
         for row in rows
     ]
     widths = [max(len(row[i]) for row in [list(headings), *cells]) for i in range(len(headings))]

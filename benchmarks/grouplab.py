@@ -146,7 +146,9 @@ class Lab:
                 rank = key.data
                 data = self.sockets[rank].recv(1 << 16)
                 if not data:
-                    self._selector.unregister(self.sockets.pop(rank))
+                    sock = self.sockets.pop(rank)
+                    self._selector.unregister(sock)
+                    sock.close()
                     yield rank, "left", ""
                     continue
                 for message in self._readers[rank].feed(data):

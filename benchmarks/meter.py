@@ -76,6 +76,10 @@ class Meter:
     def per_step(self, steps: int) -> dict[str, dict[str, float]]:
         """Calls, microseconds of CPU and of wall time a step, by part."""
         return {
-            part: {"calls": count / steps, "cpu_us": cpu / 1e3 / steps, "wall_us": wall / 1e3 / steps}
+            part: {
+                "calls": count / steps,
+                "cpu_us": cpu / 1e3 / steps,
+                "wall_us": wall / 1e3 / steps,
+            }
             for part, (count, cpu, wall) in self.totals.items()
         }

@@ -34,6 +34,40 @@ def test_the_joiner_is_killed_while_it_joins(when: str, tmp_path: Path) -> None:
     assert spawned[1] == 4  # the first, two that died while joining, one that made it
 
 
+@pytest.mark.slow
+def test_a_death_after_the_last_step(tmp_path: Path) -> None:
+    """The peers have left their loops, and wait with the final state until everybody has ended."""
+    folders = [tmp_path / "clean", tmp_path / "faulted"]
+    for folder in folders:
+        folder.mkdir()
+    clean = run_script(folders[0], "--when", "never", script=FRAIL, nproc=3)
+    result = run_script(
+        folders[1], "--when", "after", "--incarnations", "1", script=FRAIL, nproc=3
+    )
+    assert_same_run(clean, result)
+    assert [record["rung"] for record in result.closed] == ["respawn"]
+    assert sum("ends" in line for line in result.lines) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--tail", "--opaque"])
+def test_a_result_that_nobody_can_have_again_is_nan(option: str, tmp_path: Path) -> None:
+    """What is made after the update is lost with a rank that dies in it: NaN, and said. The state
+    is exact all the same."""
+    folders = [tmp_path / "clean", tmp_path / "faulted"]
+    for folder in folders:
+        folder.mkdir()
+    clean = run_script(folders[0], option)
+    fault = "kill:rank=1,step=6,at=optimizer"
+    result = run_script(folders[1], option, faults=(fault,))
+    assert_survived(result, fault)
+    assert clean.digests == result.digests
+    different = {key for key in clean.trace if clean.trace[key] != result.trace[key]}
+    assert {step for _, step in different} <= {6}
+    notes = {record["key"] for record in result.of("note")}
+    assert (not different) or notes & {"result-lost-1-6", "lost-after-update"}
+
+
 def test_replacements_that_never_make_it_end_the_job(tmp_path: Path) -> None:
     result = run_script(
         tmp_path,

@@ -6,8 +6,10 @@ a main thread that a stop does not free stands still until the laboratory's dead
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.bench_stop import SIZE, _operations
+from benchmarks.grouplab import Lab, Member
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     FileStore,
@@ -23,8 +27,6 @@ from torch._C._distributed_c10d import (
     ProcessGroupGloo,
 )
 
-from benchmarks.bench_stop import SIZE, _operations
-from benchmarks.grouplab import Lab, Member
 from everstep.worker.communicators import Answer
 
 END = 1_000_000  # a stop that says: no more rounds
@@ -100,7 +102,9 @@ def _results(group: Any, rank: int) -> dict[str, list[torch.Tensor]]:
     group._allgather_base(tensor, own(), AllgatherOptions()).wait()
     found["all_gather_single"] = [tensor]
     tensor = empty()
-    group.reduce_scatter([tensor], [[own() * index for index in range(SIZE)]], dist.ReduceScatterOptions()).wait()
+    group.reduce_scatter(
+        [tensor], [[own() * index for index in range(SIZE)]], dist.ReduceScatterOptions()
+    ).wait()
     found["reduce_scatter"] = [tensor]
     tensor = empty()
     group._reduce_scatter_base(tensor, own(4 * SIZE), dist.ReduceScatterOptions()).wait()
@@ -113,7 +117,10 @@ def _results(group: Any, rank: int) -> dict[str, list[torch.Tensor]]:
     found["all_to_all_single with splits"] = [tensor]
     group.barrier(dist.BarrierOptions()).wait()
     received = [empty(), empty()]
-    works = [group.send([own()], (rank + 1) % SIZE, 3), group.recv([received[0]], (rank - 1) % SIZE, 3)]
+    works = [
+        group.send([own()], (rank + 1) % SIZE, 3),
+        group.recv([received[0]], (rank - 1) % SIZE, 3),
+    ]
     for work in works:
         work.wait()
     found["send and recv"] = received[:1]
@@ -146,6 +153,7 @@ def test_live_collectives_give_what_plain_gloo_gives(tmp_path: Path) -> None:
         hub = Hub(lab)
         texts = hub.collect("compared", set(range(SIZE)))
         hub.end()
+    assert hub.faults == []
     assert set(texts.values()) == {"30 []"}
     assert set(lab.codes.values()) == {0}
 
@@ -170,25 +178,29 @@ def _announce_launches(me: Member) -> Callable[[int], None]:
 
 
 class Hub:
-    """Collects what members say; nothing that comes early is lost."""
+    """Collects what members say; nothing that comes early is lost. A fault is no failure here: a peer that was stopped
+    first shuts its connections, and a rank may see that before it sees its own stop."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
         self._notes = lab.notes()
+        self.faults: list[str] = []
         self._said: dict[str, dict[int, str]] = {}
 
     def collect(self, key: str, ranks: set[int]) -> dict[int, str]:
         while not ranks <= set(self._said.get(key, {})):
             rank, said, text = next(self._notes)
-            assert said not in ("left", "fault"), f"rank {rank} {said} before {key}: {text}"
+            assert said != "left", f"rank {rank} left before {key}: {self.faults}"
+            if said == "fault":
+                self.faults.append(text)
             self._said.setdefault(said, {})[rank] = text
         return self._said.pop(key)
 
     def end(self) -> None:
         """Let all members leave, and wait until they have."""
         self._lab.stop(END)
-        for rank, said, text in self._notes:
-            assert said != "fault", f"rank {rank}: {text}"
+        for _ in self._notes:
+            pass
 
 
 def _sum(me: Member, key: str) -> None:
@@ -202,12 +214,18 @@ def _holdings() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def _settled(me: Member) -> tuple[int, int]:
-    """Descriptors and threads, once what was given to the reapers is gone."""
+def _settled(least: tuple[int, int]) -> tuple[int, int]:
+    """Descriptors and threads, once what was given to the reapers is gone: at most `least`, or
+    what is left when the patience ends."""
     for thread in threading.enumerate():
         if thread.name.startswith(("everstep-reaper", "everstep-p2p", "everstep-build")):
             thread.join(30)
-    return _holdings()
+    deadline, gate = time.monotonic() + 5, threading.Event()
+    while (now := _holdings()) > least or now[1] > least[1]:
+        if time.monotonic() > deadline:  # a thread that was joined is not gone at once
+            break
+        gate.wait(0.002)
+    return now
 
 
 def _stop_member(names: list[str]) -> Callable[[Member], None]:
@@ -216,6 +234,8 @@ def _stop_member(names: list[str]) -> Callable[[Member], None]:
         begin = _announce_launches(me)
         communicators = me.communicators
         _sum(me, "summed -1")  # or a rank might be stopped while it still joins
+        gc.disable()  # nothing may need it to be found
+        before = _holdings()
         for generation, name in enumerate(names):
             communicators.answer = Answer.ZEROS
             if me.rank != 2:
@@ -225,7 +245,7 @@ def _stop_member(names: list[str]) -> Callable[[Member], None]:
             me.recover(generation)
             _sum(me, f"summed {generation}")
             if (generation + 1) % 10 == 0:
-                me.say(f"holds {generation}", "{} {}".format(*_settled(me)))
+                me.say(f"holds {generation}", f"{before} {_settled(before)}")
         _until_hung_up(me)
 
     return role
@@ -260,12 +280,7 @@ def test_a_stop_frees_the_main_thread_and_the_next_generation_is_correct(name: s
 
 def test_descriptors_and_threads_stay_flat_over_thirty_stops() -> None:
     steady = [name for name in NAMES if name not in ("recv any source", "send")]
-    holdings = _run_stops((steady * 4)[:30])
-    assert len(holdings) == 3
-    first, *later = holdings
-    for rank in range(SIZE):
-        descriptors, threads = map(int, first[rank].split())
-        for held in later:
-            now = tuple(map(int, held[rank].split()))
-            assert now[0] <= descriptors, f"rank {rank}: descriptors grow {holdings}"
-            assert now[1] <= threads, f"rank {rank}: threads grow {holdings}"
+    for held in _run_stops((steady * 4)[:30]):
+        for rank, text in held.items():
+            before, now = text[1:-1].split(") (")
+            assert before == now, f"rank {rank}: descriptors and threads"

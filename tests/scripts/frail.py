@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import everstep
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--when", choices=["import", "setup", "rehearsal", "joined", "never"])
+parser.add_argument("--when", choices=["import", "setup", "rehearsal", "joined", "after", "never"])
 parser.add_argument("--incarnations", type=int, nargs="*", default=[2])
 args = parser.parse_args()
 incarnation = int(os.environ["EVERSTEP_INCARNATION"])
@@ -50,3 +50,7 @@ for batch in run.batches(until=10):
     value = train_step(batch)
     die("joined")
     run.log(loss=float(value))
+if run.rank == 1:
+    die("after")
+torch.distributed.destroy_process_group()
+print(f"rank {run.rank} ends")

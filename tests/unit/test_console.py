@@ -36,7 +36,7 @@ class Terminal(io.StringIO):
 
     @property
     def rows(self) -> list[str]:
-        """What a person would see: the rows of the display, an empty last one left out."""
+        """What a person would see: the rows of the display, empty last ones left out."""
         rows, row, column = [""], 0, 0
         for code in _CODES.finditer(self.getvalue()):
             argument, command, char = code.groups()
@@ -55,7 +55,9 @@ class Terminal(io.StringIO):
                 row -= int(argument)
             else:
                 assert (command == "m") or argument == "?25", code.group()
-        return rows[:-1] if rows[-1] == "" else rows
+        while rows and rows[-1] == "":
+            del rows[-1]
+        return rows
 
 
 def cause(kind: str = "signal", text: str = "", **more: Any) -> dict[str, Any]:

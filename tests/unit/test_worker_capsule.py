@@ -22,7 +22,7 @@ from everstep.worker.capsule import (
 )
 
 torch.set_num_threads(1)
-Pair = namedtuple("Pair", "a b")  # noqa: PYI024  (an untyped one is what scripts return)
+Pair = namedtuple("Pair", "a b")
 
 
 class Bench:

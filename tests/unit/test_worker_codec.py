@@ -131,7 +131,7 @@ class Words(enum.StrEnum):
     A = "a"
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024  (an untyped one is what scripts return)
+Point = namedtuple("Point", "x y")
 
 
 def _cycle() -> list[Any]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.fakegroups import FakeInner, FakeWorld
 
 from everstep.errors import EverstepError
 from everstep.worker.communicators import Answer, Communicators, QuiesceTimeout, tensors_of
 from everstep.worker.control import Stopped
 from everstep.worker.groups import OuterGroup
-from tests.unit.fakegroups import FakeInner, FakeWorld
 
 WAIT_S = 20
 
@@ -91,7 +91,8 @@ def test_a_rebuild_builds_every_group_and_ends_solo_and_poison(slow: SlowWorld) 
     assert slow.join() == []
     assert (communicators.solo, communicators.poisoned, communicators.error) == (False, False, None)
     assert [group.inner for group in communicators.groups] == sorted(
-        slow.made, key=lambda inner: inner.group.name == "other"  # type: ignore[union-attr]
+        slow.made,
+        key=lambda inner: inner.group.name == "other",  # type: ignore[union-attr]
     )
     assert [inner.destroyed for inner in slow.made] == [0, 0]
 
@@ -105,7 +106,9 @@ def test_a_stop_before_the_build(slow: SlowWorld) -> None:
 
 
 @pytest.mark.parametrize("newer", [1, 2, 9])
-def test_a_stop_during_the_build_frees_the_main_thread_and_takes_down_once(slow: SlowWorld, newer: int) -> None:
+def test_a_stop_during_the_build_frees_the_main_thread_and_takes_down_once(
+    slow: SlowWorld, newer: int
+) -> None:
     slow.communicators.stop(0)
     slow.rebuild(1)
     slow.communicators.stop(newer)
@@ -142,7 +145,9 @@ def test_a_builder_that_announces_itself_after_the_stop_ends_there() -> None:
 
     world.communicators.being_built = late  # type: ignore[method-assign]
     world.communicators.stop(0)
-    world.main = threading.Thread(target=lambda: _expect(Stopped, lambda: world.communicators.rebuild(1), world))
+    world.main = threading.Thread(
+        target=lambda: _expect(Stopped, lambda: world.communicators.rebuild(1), world)
+    )
     world.main.start()
     assert gate.wait(WAIT_S)
     world.communicators.stop(1)
@@ -280,7 +285,9 @@ def test_what_this_rank_told_itself_is_not_reported_again() -> None:
 # ---------------------------------------------------------------- quiesce and drain
 
 
-def _quiesce_elsewhere(communicators: Communicators, timeout_s: float) -> tuple[threading.Thread, list[Any]]:
+def _quiesce_elsewhere(
+    communicators: Communicators, timeout_s: float
+) -> tuple[threading.Thread, list[Any]]:
     outcome: list[Any] = []
 
     def run() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.unit.fakegroups import FakeInner, FakeWorld, in_c10d
 from torch.distributed import _functional_collectives as functional
 
 from everstep.errors import PeerError, UserError
 from everstep.worker.communicators import Answer, Communicators
 from everstep.worker.groups import Guard, register
-from tests.unit.fakegroups import FakeInner, FakeWorld, in_c10d
 
 torch.set_num_threads(1)
 RANK, SIZE = 1, 3

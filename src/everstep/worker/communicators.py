@@ -18,7 +18,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from everstep.errors import EverstepError
 from everstep.worker.control import Stopped
@@ -65,7 +65,7 @@ class Builder(threading.Thread):
         try:
             self.inner = self._make(self.group, self.generation)
         except Exception as error:
-            self.error = error
+            self.error = without_frames(error)
         self._done(self)
 
 
@@ -265,8 +265,11 @@ class Communicators:
                 raise
 
     def forget(self, group: OuterGroup) -> None:
-        """The script destroyed the group."""
+        """The script destroyed the group. The world stays: a peer that needs a recovery after this
+        script's last line still needs it."""
         with self._lock:
+            if self.groups and group is self.groups[0]:
+                return
             if group in self.groups:
                 self.groups.remove(group)
             inner, group.inner = group.inner, None
@@ -327,6 +330,19 @@ class Communicators:
 def _abort(inners: list[Inner]) -> None:
     for inner in inners:
         inner.abort()
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def without_frames(error: E) -> E:
+    """The error without its tracebacks: the frames in them would hold a communicator and its tensors
+    beyond their end, in a cycle, and the garbage collector would end gloo on the main thread."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def tensors_of(value: Any) -> Iterable[Any]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Work
 
 from everstep.errors import PeerError, UserError
-from everstep.worker.communicators import Answer, Communicators, tensors_of
+from everstep.worker.communicators import Answer, Communicators, tensors_of, without_frames
 
 BACKEND = "everstep"
 _KEPT_BROADCAST_BYTES = 64 << 10
@@ -83,7 +83,7 @@ class Guard(Work):
         try:
             future.value()
         except Exception as failure:
-            error = failure
+            error = without_frames(failure)
         self._end(error)
 
     def _await_inner(self) -> None:
@@ -91,7 +91,7 @@ class Guard(Work):
         try:
             self._inner.wait(self._patience)
         except Exception as failure:
-            error = failure
+            error = without_frames(failure)
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -372,7 +372,7 @@ class OuterGroup(dist.ProcessGroup):
         except RuntimeError as error:
             if not communicators.poisoned and not _lost_peer(operation, error):
                 raise  # a wrong argument: the script's
-            communicators.fail(generation, error)
+            communicators.fail(generation, without_frames(error))
             return self._poisoned(operation, outputs, keep)
         if arrived is not None:
             guard.source = self._other
