@@ -158,7 +158,7 @@ class FakeWorker:
                 generation=self.generation,
                 step=step,
                 t=time.monotonic(),
-                log={self.step: {"state": float(self.state)}},
+                log={step: {"state": float(self.state)}},
                 record=record if self.spec.record else None,
             )
         )

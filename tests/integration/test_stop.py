@@ -1,7 +1,8 @@
-"""Real gloo, real processes: live collectives against plain gloo, and stops while a peer never enters.
+"""Real gloo, real processes: collectives against plain gloo, and stops while a peer never enters.
 
-The processes are those of benchmarks/grouplab.py, the operations those of benchmarks/bench_stop.py. Nothing is timed:
-a main thread that a stop does not free stands still until the laboratory's deadline of 30 s, and the test fails.
+The processes are those of benchmarks/grouplab.py, the operations those of benchmarks/bench_stop.py.
+Nothing is timed: a main thread that a stop does not free stands still until the laboratory's
+deadline of 30 s, and the test fails.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _results(group: Any, rank: int) -> dict[str, list[torch.Tensor]]:
 
 def test_live_collectives_give_what_plain_gloo_gives(tmp_path: Path) -> None:
     def role(me: Member) -> None:
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         store = PrefixStore("plain", FileStore(str(tmp_path / "store"), SIZE))
         plain = ProcessGroupGloo(store, me.rank, SIZE, options)
@@ -162,8 +163,8 @@ def test_live_collectives_give_what_plain_gloo_gives(tmp_path: Path) -> None:
 
 
 def _announce_launches(me: Member) -> Callable[[int], None]:
-    """Returns what begins a round: from then on, the first collective that is under way inside gloo, its guard
-    registered, is told to the hub."""
+    """Returns what begins a round: from then on, the first collective that is under way inside
+    gloo, its guard registered, is told to the hub."""
     communicators = me.communicators
     launched = communicators.launched
     due: list[int] = []
@@ -178,8 +179,8 @@ def _announce_launches(me: Member) -> Callable[[int], None]:
 
 
 class Hub:
-    """Collects what members say; nothing that comes early is lost. A fault is no failure here: a peer that was stopped
-    first shuts its connections, and a rank may see that before it sees its own stop."""
+    """Collects what members say; nothing that comes early is lost. A fault is no failure here: a
+    peer that was stopped first shuts its connections, which a rank may see before its own stop."""
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
@@ -207,7 +208,7 @@ def _sum(me: Member, key: str) -> None:
     """A correct all-reduce, with all ranks; told to the hub."""
     tensor = torch.full((1000,), float(me.rank + 1))
     dist.all_reduce(tensor)
-    me.say(key, f"{tensor.unique().tolist()} {me.communicators.poisoned}")
+    me.say(key, f"{sorted(set(tensor.tolist()))} {me.communicators.poisoned}")
 
 
 def _holdings() -> tuple[int, int]:
@@ -252,8 +253,8 @@ def _stop_member(names: list[str]) -> Callable[[Member], None]:
 
 
 def _run_stops(names: list[str]) -> list[dict[int, str]]:
-    """Every round: both waiting ranks are inside gloo, all are stopped, all regroup and sum. Returns what they hold
-    after every tenth."""
+    """Every round: both waiting ranks are inside gloo, all are stopped, all regroup and sum.
+    Returns what they hold after every tenth."""
     holdings = []
     everybody = set(range(SIZE))
     with Lab(SIZE, _quietly(_stop_member(names))) as lab:

@@ -1,4 +1,4 @@
-"""A c10d world of one process for tests: the backend registered and taken back, fake inner groups driven by hand."""
+"""A c10d world of one process for tests, over fake inner groups that are driven by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = datetime.timedelta(seconds=77)
 
 
 class FakeWork:
-    """An inner Work that ends when the test says so. `has_future=False`: like gloo's point-to-point works."""
+    """An inner Work that ends when the test says so. Without a future: like gloo's sends."""
 
     def __init__(self, *, has_future: bool = True) -> None:
         self.future: torch.futures.Future[Any] = torch.futures.Future()
@@ -89,7 +89,7 @@ class FakeInner:
 
 
 class FakeWorld:
-    """Communicators over fake inner groups; `made` has every inner group in the order of its making."""
+    """Communicators over fake inner groups; `made` has them in the order of their making."""
 
     def __init__(self, *, solo: bool = False, rank: int = 1, size: int = 3) -> None:
         self.made: list[FakeInner] = []

@@ -304,11 +304,16 @@ class TestCapsules:
         assert self.given(4, 5) == b"5"
         assert self.given(4, 5, 6) == b"5"
 
+    def test_an_older_one_is_given_where_the_plans_is_missing(self) -> None:
+        """It still says which fence the job has agreed on."""
+        assert self.given(3, 4) == b"4"
+        assert self.given(4, 6) == b"4"
+
     def test_two_are_kept(self) -> None:
         assert self.given(5, 6, 7) is None
 
     def test_a_rank_that_went_back_has_no_newer_ones(self) -> None:
-        assert self.given(4, 5, 6, 4) is None
+        assert self.given(4, 5, 6, 4) == b"4"
         assert self.given(5, 6, 7, 5) == b"5"
 
     def test_the_newest_of_one_step_counts(self) -> None:

@@ -1,4 +1,4 @@
-"""ResultReader tells from a running function's variables what it is going to return, or says that it can't."""
+"""ResultReader tells from a running function's variables what it will return, or that it can't."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pair = namedtuple("Pair", "a b")
 
 
 class Bench:
-    """Runs a step function as the transaction does: its variables are read at the gate, which the function calls."""
+    """Runs a step function as the transaction does; the function calls the gate, which reads it."""
 
     def __init__(self, make: Callable[[Callable[[], None]], Callable[[int], Any]]) -> None:
         self.names: dict[str, Any] = {}
@@ -77,9 +77,9 @@ def make_item(gate: Callable[[], None]) -> Callable[[int], Any]:
 
 def make_int_item(gate: Callable[[], None]) -> Callable[[int], Any]:
     def step_function(step: int) -> Any:
-        correct = torch.tensor([True] * step).sum()
+        correct = torch.tensor([True] * (step + 3)).sum()
         gate()
-        return {"correct": correct.item(), "any": (correct > 0).item() if False else None}
+        return {"correct": correct.item()}
 
     return step_function
 
@@ -168,7 +168,7 @@ def make_deep_gate(gate: Callable[[], None]) -> Callable[[int], Any]:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             gate()
             return grad
 
@@ -181,8 +181,8 @@ def make_deep_gate(gate: Callable[[], None]) -> Callable[[int], Any]:
 
 
 KNOWN = [
-    make_detached, make_item, make_int_item, make_nested, make_alias, make_whole_container, make_nan, make_wrapped,
-    make_no_grad, make_method, make_deep_gate,
+    make_detached, make_item, make_int_item, make_nested, make_alias, make_whole_container,
+    make_nan, make_wrapped, make_no_grad, make_method, make_deep_gate,
 ]  # fmt: skip
 
 
@@ -297,8 +297,8 @@ def make_conjugate(gate: Callable[[], None]) -> Callable[[int], Any]:
 
 @pytest.mark.parametrize(
     "make",
-    [make_computed, make_constant, make_object, make_named_tuple, make_shape, make_sparse, make_large,
-     make_transposed, make_conjugate],
+    [make_computed, make_constant, make_object, make_named_tuple, make_shape, make_sparse,
+     make_large, make_transposed, make_conjugate],
     ids=lambda make: make.__name__,
 )  # fmt: skip
 def test_what_cannot_be_told_is_said_and_breaks_nothing(make: Any) -> None:
@@ -350,7 +350,7 @@ def test_an_unwrapped_decorator_that_adds_to_the_result_is_never_predicted_wrong
 
 
 def test_two_counters_that_were_equal_are_not_mixed_up() -> None:
-    """Both are 0 in the first step; which of them is returned is open until they differ, and is never guessed."""
+    """Both are 0 in the first step; which of them is returned is open until they differ."""
 
     def make(gate: Callable[[], None]) -> Callable[[int], Any]:
         def step_function(step: int) -> Any:

@@ -143,7 +143,8 @@ def _cycle() -> list[Any]:
 @pytest.mark.parametrize(
     "unfit",
     [
-        object(), Color.RED, Words.A, Point(1, 2), defaultdict(int), frozenset({1}), 1j, bytearray(b"x"), range(3),
+        object(), Color.RED, Words.A, Point(1, 2), defaultdict(int), frozenset({1}), 1j,
+        bytearray(b"x"), range(3),
         torch.nn.Linear(1, 1), torch.float32, torch.Size([1]), print, "\udc80", _cycle(),
         torch.eye(2).to_sparse(), torch.empty(2, device="meta"),
     ],

@@ -1,4 +1,4 @@
-"""A failed attempt leaves no trace: Entry and Undo put back all that it touched, whatever it did."""
+"""A failed attempt leaves no trace: Entry and Undo put back all that it touched."""
 
 from __future__ import annotations
 
@@ -145,11 +145,27 @@ def test_while_buffers_are_being_learned_all_are_put_back() -> None:
 
 def test_a_buffer_that_became_nan_has_changed_and_one_that_is_nan_has_not() -> None:
     rig = Rig()
-    rig.net.constant.fill_(float("nan"))
+    rig.net.get_buffer("constant").fill_(float("nan"))
     entry = Entry(rig.state, copy_gradients=True, learn_buffers=True)
     assert entry.changed_buffers() == ()
-    rig.net.norm.running_mean.fill_(float("nan"))  # type: ignore[union-attr, operator]
+    rig.net.get_buffer("norm.running_mean").fill_(float("nan"))
     assert entry.changed_buffers() == ("model/norm.running_mean",)
+
+
+def test_an_expanded_buffer_can_be_put_back() -> None:
+    """Its elements share memory, so it can't be written as a whole."""
+    rig = Rig()
+    rig.net.register_buffer("wide", torch.arange(4.0).expand(3, 4))
+    wide = rig.net.get_buffer("wide")
+    entry, undo = Entry(rig.state, copy_gradients=True, learn_buffers=True), Undo(rig.state)
+    undo.put_back()
+    entry.put_back()
+    wide[0].add_(1)
+    entry.put_back()
+    assert wide.tolist() == [[0.0, 1.0, 2.0, 3.0]] * 3
+    wide[0].add_(1)
+    undo.put_back()
+    assert wide.tolist() == [[0.0, 1.0, 2.0, 3.0]] * 3
 
 
 def test_what_is_known_to_change_stays_known() -> None:

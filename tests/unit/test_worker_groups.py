@@ -1,4 +1,4 @@
-"""The outer groups: every collective solo, poisoned, live on fake inner groups; races driven by hand."""
+"""The outer groups: every collective solo, poisoned, and live on fake inner groups, with races."""
 
 from __future__ import annotations
 
@@ -61,15 +61,17 @@ def empties(like: torch.Tensor | None = None) -> list[torch.Tensor]:
 )
 @pytest.mark.usefixtures("solo")
 def test_solo_all_reduce(operation: Any, expected: list[float]) -> None:
-    for reduce in (dist.all_reduce, lambda t, op: dist.reduce(t, dst=RANK, op=op)):
-        tensor = mine()
-        reduce(tensor, op=operation)  # type: ignore[operator]
-        assert tensor.tolist() == expected
-    (tensor,) = ([mine()],)
+    tensor = mine()
+    dist.all_reduce(tensor, op=operation)
+    assert tensor.tolist() == expected
+    tensor = mine()
+    dist.reduce(tensor, dst=RANK, op=operation)
+    assert tensor.tolist() == expected
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = operation
-    dist.group.WORLD.allreduce_coalesced(tensor, options).wait()  # type: ignore[union-attr]
-    assert tensor[0].tolist() == expected
+    group: Any = dist.group.WORLD
+    group.allreduce_coalesced([tensor := mine()], options).wait()
+    assert tensor.tolist() == expected
 
 
 @pytest.mark.parametrize(("size", "expected"), [(3, [5, 6]), (4, [0, 0])])
@@ -197,7 +199,7 @@ def test_solo_functional_collectives() -> None:
 def test_solo_subgroups_know_their_ranks() -> None:
     group = dist.new_group([1, 2])
     assert (dist.get_rank(group), dist.get_world_size(group)) == (0, 2)
-    assert group.ranks == (1, 2)  # type: ignore[union-attr]
+    assert group.ranks == (1, 2)
     tensor = mine()
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [2.0, 4.0, 6.0]
@@ -315,8 +317,8 @@ def test_a_sparse_sum_is_filled_too_and_frees_the_main_thread(
 def test_a_broadcast_that_lost_its_peers(
     world: FakeWorld, elements: int, answer: Answer, floats: str, when: str
 ) -> None:
-    """Inside a step it keeps what was there, whatever its size: DDP's constant buffers would be lost. After the
-    update floats are seen to be lost; integers are always kept, they may be sizes and indices."""
+    """Inside a step it keeps what was there, whatever its size: DDP's constant buffers would be
+    lost. After the update floats are seen to be lost; integers may be sizes and are kept."""
     world.communicators.answer = answer
     real, whole = torch.full((elements,), 2.5), torch.full((elements,), 2)
     if when == "before":
@@ -344,7 +346,7 @@ def test_ddp_keeps_its_constant_buffers_when_a_stop_meets_their_broadcast() -> N
         inner.on_launch = lambda: communicators.stop(0)
         ddp(torch.ones(2, 3))
         assert [name for name, _ in inner.calls] == ["broadcast"]
-        assert net.table.eq(5).all()  # type: ignore[union-attr, operator]
+        assert net.get_buffer("table").eq(5).all()
         inner.works[0].end(RuntimeError("closed"))
 
 
@@ -364,10 +366,10 @@ def test_the_answer_is_that_of_the_launch(world: FakeWorld) -> None:
 def test_guards_end_in_whatever_order_the_inner_operations_do(world: FakeWorld) -> None:
     works = [dist.all_reduce(mine(), async_op=True) for _ in range(4)]
     for index in (2, 0, 3, 1):
-        assert not works[index].is_completed()  # type: ignore[union-attr]
+        assert not works[index].is_completed()
         world.made[0].works[index].end()
-        assert works[index].wait()  # type: ignore[union-attr]
-        assert works[index].is_success()  # type: ignore[union-attr]
+        assert works[index].wait()
+        assert works[index].is_success()
     world.communicators.drain()
     world.communicators.quiesce(0)
     assert world.faults == []
@@ -582,7 +584,7 @@ def test_a_wait_with_a_deadline(world: FakeWorld) -> None:
     assert work.wait()
 
 
-# ---------------------------------------------------------------- the guard: once, whoever comes first
+# ---------------------------------------------------------------- the guard: once
 
 
 def _guard(world: FakeWorld, fill: Callable[[], None] = lambda: None) -> Guard:

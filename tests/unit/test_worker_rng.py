@@ -1,4 +1,4 @@
-"""Keyed random streams: the same for the same key, step and moment; a rank's own; drawn from nothing."""
+"""Keyed random streams: the same for the same key, step and moment; each rank's own."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_generators_of_a_rank_do_not_echo_one_another() -> None:
     rng.seed_all(key, 2, "step")
     seeds.append(torch.initial_seed())
     assert len(set(seeds)) == 2
-    assert numpy.random.get_state()[0] == "MT19937"
+    assert numpy.random.get_state(legacy=True)[0] == "MT19937"  # type: ignore[index]
 
 
 def test_without_numpy_it_works_and_never_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:

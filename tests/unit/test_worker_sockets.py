@@ -1,4 +1,4 @@
-"""Only the communicator's own connections are found and shut; its listening socket and everybody else's are left."""
+"""Only the communicator's own connections are found and shut; all other sockets are left."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _connect(stack: ExitStack, listener: socket.socket) -> tuple[socket.socket, 
 
 
 def _address(sock: socket.socket) -> sockets.Address:
-    return sock.getsockname()[:2]
+    host, port = sock.getsockname()[:2]
+    return host, port
 
 
 def _alive(one: socket.socket, other: socket.socket) -> bool:
@@ -62,7 +63,7 @@ def test_listening_addresses_come_and_go(stack: ExitStack) -> None:
 def test_an_accepted_connection_is_shut_by_our_own_address(stack: ExitStack) -> None:
     listener = _listener(stack)
     _, accepted = _connect(stack, listener)
-    # Both ends are in this process, but only the accepted one bears the listening address as its own.
+    # Both ends are in this process; only the accepted one's own address is the listening one.
     assert sockets.shut(_address(listener), frozenset()) == 1
     assert accepted.recv(1) == b""
 

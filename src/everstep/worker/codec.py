@@ -60,7 +60,8 @@ def _pack(value: Any, where: str) -> list[Any]:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise UserError(
-                f"{where} is a sparse, quantized or meta tensor, which everstep does not keep; make it a dense one"
+                f"{where} is a sparse, quantized or meta tensor, which everstep does not keep; "
+                "make it a dense one"
             )
         return ["tensor", str(value.dtype), list(value.shape), _to_bytes(value)]
     if isinstance(value, bool) or value is None or type(value) in _SCALARS:

@@ -336,7 +336,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """The error without its tracebacks: the frames in them would hold a communicator and its tensors
+    """The error without its tracebacks: their frames would hold a communicator and its tensors
     beyond their end, in a cycle, and the garbage collector would end gloo on the main thread."""
     link: BaseException | None = error
     while link is not None:

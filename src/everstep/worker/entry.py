@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from everstep.worker.state import Leaves, State, digest_of, local
+from everstep.worker.state import Leaves, State, digest_of, local, put
 
 
 class _Gradient(NamedTuple):
@@ -48,7 +48,7 @@ class Undo:
         targets = self._state.adopt([spec for spec, _ in self._replicas])
         with torch.no_grad():
             for target, copy in zip(targets, self._copies, strict=True):
-                target.copy_(copy)
+                put(target, copy)
         self._state.load_leaves(self._leaves)
 
 
@@ -58,7 +58,7 @@ class Entry:
     def __init__(self, state: State, *, copy_gradients: bool, learn_buffers: bool = False) -> None:
         self._state = state
         self._leaves: Leaves = state.leaves()
-        self._buffers = {  # while it is being learned which of them change, all may have to be put back
+        self._buffers = {  # all of them, while it is being learned which change
             name: b.detach().clone()
             for name, b in state.buffers()
             if learn_buffers or name in state.changing
@@ -100,8 +100,8 @@ class Entry:
                     local(item.kept).copy_(local(item.copied))
                 item.parameter.grad = item.kept
             buffers = dict(self._state.buffers())
-            for name, saved in self._buffers.items():
-                buffers[name].copy_(saved)
+            for name in self.changed_buffers():
+                put(buffers[name], self._buffers[name])
         self._state.load_leaves(self._leaves)
 
 

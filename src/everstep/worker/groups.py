@@ -67,7 +67,7 @@ class Guard(Work):
         self.detached = True
 
     def follow(self, inner: Any, patience: datetime.timedelta) -> None:
-        """Be opened when the inner Work `inner` ends; one that has to be waited for is waited for `patience`."""
+        """Be opened when the inner Work `inner` ends; `patience`: for one that must be waited for."""
         self._inner = inner
         self._patience = patience
         self._communicators.launched(self)

@@ -53,6 +53,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local is not None else tensor
 
 
+def put(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into `target`, which may be expanded: what is stored once is written once."""
+    for dim in range(target.dim()):
+        if target.stride(dim) == 0 and target.size(dim) > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+
+
 class State:
     """What one worker protects. All methods run on the main thread, between collectives."""
 

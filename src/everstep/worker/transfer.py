@@ -21,7 +21,7 @@ import torch
 
 from everstep.errors import EverstepError
 from everstep.worker.codec import buffer_of, tensor_bytes
-from everstep.worker.state import Leaves, Spec, State, digest_of
+from everstep.worker.state import Leaves, Spec, State, digest_of, put
 
 _TAG = 0x5E
 CHUNK_BYTES = 8 << 20
@@ -87,7 +87,7 @@ class Stream:
             else:
                 flat = tensor_bytes(tensor)
                 flat[low:high].copy_(piece)
-                tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
+                put(tensor, flat.view(tensor.dtype).reshape(tensor.shape))
 
 
 def _send_bytes(group: Any, data: bytes, to: int) -> None:
