@@ -144,6 +144,10 @@ class FakeInner(dist.ProcessGroup):
         """Nothing can arrive."""
         return True
 
+    def asleep(self, seconds: float) -> bool:
+        """It has no threads."""
+        return True
+
     def destroy(self) -> None:
         """Nothing to drop."""
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.grouplab import Lab, Member
 from torch._C._distributed_c10d import ProcessGroupGloo  # noqa: F401  (imported before the forks)
 
-from benchmarks.grouplab import Lab, Member
 from everstep.worker.communicators import Answer
 
 SIZE = 3
@@ -54,7 +54,7 @@ def member(me: Member, rounds: int) -> None:
             me.recover(generation)
             me.say("ready")
         me.say("done")
-        me.control.take(int, 60)  # type: ignore[arg-type]  # waits until the hub hangs up
+        me.control.take(int, 60)  # waits until the hub hangs up
         return
     generation = 0
     for _ in range(rounds):
@@ -70,7 +70,7 @@ def member(me: Member, rounds: int) -> None:
             generation += 1
             me.say("ready")
     me.say("done")
-    me.control.take(int, 60)  # type: ignore[arg-type]
+    me.control.take(int, 60)
 
 
 def measure(rounds: int) -> tuple[dict[str, list[float]], list[float]]:
@@ -119,10 +119,12 @@ def main() -> None:
         print(f"{name:18s}", " ".join(f"{k}={v:.2f}" for k, v in rows[name].items()))
     every = sorted(v for values in freed_s.values() for v in values)
     print(
-        f"all: median {1e3 * statistics.median(every):.2f} ms, p95 {1e3 * every[int(0.95 * len(every))]:.2f} ms, n={len(every)}"
+        f"all: median {1e3 * statistics.median(every):.2f} ms, "
+        f"p95 {1e3 * every[int(0.95 * len(every))]:.2f} ms, n={len(every)}"
     )
     print(
-        f"quiesce and rebuild: median {1e3 * statistics.median(recover_s):.1f} ms, max {1e3 * max(recover_s):.1f} ms"
+        f"quiesce and rebuild: median {1e3 * statistics.median(recover_s):.1f} ms, "
+        f"max {1e3 * max(recover_s):.1f} ms"
     )
     Path("benchmarks/results").mkdir(exist_ok=True)
     Path("benchmarks/results/stop.json").write_text(json.dumps(rows, indent=1))

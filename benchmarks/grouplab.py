@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from everstep.wire import messages
 from everstep.wire.channel import FrameReader, encode
@@ -63,9 +64,7 @@ class Member:
     def join(self) -> None:
         """Make the world group through c10d."""
         register(self.communicators)
-        dist.init_process_group(
-            BACKEND, store=dist.HashStore(), rank=self.rank, world_size=self.size
-        )
+        dist.init_process_group(BACKEND, store=HashStore(), rank=self.rank, world_size=self.size)
 
     def say(self, key: str, text: str = "") -> None:
         """Report to the hub."""

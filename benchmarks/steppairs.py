@@ -36,7 +36,7 @@ from benchmarks.figures import EXAMPLE
 from benchmarks.meter import Meter
 
 from everstep.data.loader import DatasetSource
-from everstep.worker import entry, groups, process, rng, transaction
+from everstep.worker import entry, forecast, groups, guard, process, rng, transaction
 from everstep.worker.communicators import Communicators
 from everstep.worker.control import Control
 from everstep.worker.inner import GlooInner
@@ -53,15 +53,15 @@ _PARTS: tuple[tuple[str, Any, str], ...] = (
     ("agreement on the fence", transaction.Step, "_agree"),
     ("collective", groups.OuterGroup, "_run"),
     ("before a collective, rest", transaction.Step, "_before_collective"),
-    ("capsule", transaction.Step, "_capture"),
-    ("capsule, completed", transaction.Step, "_complete_capsule"),
+    ("capsule", forecast.Forecast, "capture"),
+    ("capsule, settled", forecast.Forecast, "settle"),
     ("gate", transaction.Step, "_gate"),
     ("gate, waiting for collectives", Communicators, "drain"),
     ("learning", transaction.Step, "_learn"),
     ("commit, rest", transaction.Step, "_commit"),
     ("finish, rest", transaction.Step, "_finish"),
     ("messages sent", Control, "send"),
-    ("collective ended", groups.Guard, "_end"),
+    ("collective ended", guard.Guard, "_end"),
 )
 
 
@@ -206,6 +206,9 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    for _, owner, name in _PARTS:  # known before the long measurement, not after it
+        if not hasattr(owner, name):
+            parser.error(f"{owner.__name__} has no {name} any more: correct _PARTS")
     pairs = Pairs(args)
     for number in range(_WARM_UP):
         pairs.everstep_block(number + 1, 1)

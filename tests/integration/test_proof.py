@@ -84,7 +84,7 @@ def test_first_and_last_step(
     ids=" ".join,
 )
 def test_ways_to_train(args: tuple[str, ...], clean: Clean, tmp_path: Path) -> None:
-    faults = (
+    faults: tuple[str, ...] = (
         "kill:rank=1,step=4,at=backward",
         "raise:rank=2,step=5,at=forward",
         "kill:rank=0,step=6,at=optimizer",
@@ -129,7 +129,7 @@ def test_small_worlds(nproc: int, tmp_path: Path) -> None:
     (tmp_path / "clean").mkdir()
     (tmp_path / "faulted").mkdir()
     # Alone, a rank that dies takes the only copy with it; it may still raise.
-    faults = ("raise:rank=0,step=4,at=backward",)
+    faults: tuple[str, ...] = ("raise:rank=0,step=4,at=backward",)
     if nproc > 1:
         faults += ("kill:rank=0,step=6,at=optimizer", "kill:rank=1,step=8,at=backward")
     result = run_script(tmp_path / "faulted", faults=faults, nproc=nproc)

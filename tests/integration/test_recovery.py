@@ -27,7 +27,11 @@ def test_the_joiner_is_killed_while_it_joins(when: str, tmp_path: Path) -> None:
     clean = run_script(folders[0], "--when", "never", script=FRAIL, nproc=3)
     fault = "kill:rank=1,step=4,at=backward"
     result = run_script(
-        folders[1], "--when", when, "--incarnations", "2", "3", script=FRAIL, nproc=3, faults=(fault,)
+        folders[1],
+        *("--when", when, "--incarnations", "2", "3"),
+        script=FRAIL,
+        nproc=3,
+        faults=(fault,),
     )
     assert_same_run(clean, result)
     spawned = Counter(record["rank"] for record in result.of("spawned"))
@@ -41,9 +45,7 @@ def test_a_death_after_the_last_step(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     clean = run_script(folders[0], "--when", "never", script=FRAIL, nproc=3)
-    result = run_script(
-        folders[1], "--when", "after", "--incarnations", "1", script=FRAIL, nproc=3
-    )
+    result = run_script(folders[1], "--when", "after", "--incarnations", "1", script=FRAIL, nproc=3)
     assert_same_run(clean, result)
     assert [record["rung"] for record in result.closed] == ["respawn"]
     assert sum("ends" in line for line in result.lines) == 3
@@ -121,8 +123,9 @@ def test_fifty_kills_leave_nothing_behind(tmp_path: Path) -> None:
     given time to see the end of it.
     """
     steps = 160
+    places = ("forward", "backward", "fence")
     faults = tuple(
-        f"kill:rank={1 + index % 3},step={3 + 3 * index},at={('forward', 'backward', 'fence')[index % 3]}"
+        f"kill:rank={1 + index % 3},step={3 + 3 * index},at={places[index % 3]}"
         for index in range(50)
     )
     result = run_script(

@@ -34,7 +34,7 @@ CASES = {
     "protect without an optimizer": ("run.protect(model=model)", "no optimizer"),
     "protect without a module": ("run.protect(optimizer=optimizer)", "no module"),
     "protect twice": (
-        "run.protect(model=model, optimizer=optimizer)\nrun.protect(model=model, optimizer=optimizer)",
+        "run.protect(model=model, optimizer=optimizer)\n" * 2,
         "called twice",
     ),
     "protect after the first step": (
@@ -113,7 +113,10 @@ for batch in run.batches(until=3):
 """,
         "iterator",
     ),
-    "a loop before protect": ("run.step(step)\nnext(iter(run.batches(until=3)))", "call run.protect"),
+    "a loop before protect": (
+        "run.step(step)\nnext(iter(run.batches(until=3)))",
+        "call run.protect",
+    ),
     "no data": (
         "run2 = everstep.init()\nrun2._worker.source = None\nrun2.batches(until=2)",
         "call run.data",

@@ -37,10 +37,10 @@ run.protect(model=model, optimizer=optimizer)
 
 @run.step
 def train_step(batch: torch.Tensor) -> torch.Tensor:
-    loss = model(batch).square().mean()
+    loss: torch.Tensor = model(batch).square().mean()
     if run.committed == 0:  # a joiner that rehearses has committed nothing yet
         die("rehearsal")
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

@@ -76,10 +76,7 @@ if args.sgd:
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 6))
-if args.function_data:
-    data = run.data(batch_at)
-else:
-    data = run.data(Numbers(), batch_size=6, seed=3)
+data = run.data(batch_at) if args.function_data else run.data(Numbers(), batch_size=6, seed=3)
 run.protect(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
 started = run.once(lambda: random.random())
 
@@ -93,7 +90,7 @@ def train_step(batch):  # type: ignore[no-untyped-def]
     loss = nn.functional.cross_entropy(model(inputs), labels)
     if args.fail_at and run.rank == 1 and run.committed + 1 == args.fail_at:
         raise ValueError("a bug of the script")
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     update = (run.committed + 1) % args.accumulate == 0
     if update:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -101,7 +98,7 @@ def train_step(batch):  # type: ignore[no-untyped-def]
         for _ in range(args.updates - 1):
             optimizer.zero_grad()
             inputs2 = torch.randn(6, 12)
-            nn.functional.cross_entropy(model(inputs2), labels).backward()
+            nn.functional.cross_entropy(model(inputs2), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         scheduler.step()
         if not args.zero_first:

@@ -63,6 +63,7 @@ class FakeInner:
         self.on_launch: Callable[[], None] = lambda: None
         self.has_future = True
         self.is_silent = False
+        self.is_asleep = True
         self._gone = threading.Event()
 
     def operation(self, name: str) -> Callable[..., FakeWork]:
@@ -79,6 +80,9 @@ class FakeInner:
 
     def silent(self) -> bool:
         return self.is_silent
+
+    def asleep(self, seconds: float) -> bool:
+        return self.is_asleep
 
     def destroy(self) -> None:
         self.destroyed += 1

@@ -16,7 +16,8 @@ from torch.distributed import _functional_collectives as functional
 
 from everstep.errors import PeerError, UserError
 from everstep.worker.communicators import Answer, Communicators
-from everstep.worker.groups import Guard, register
+from everstep.worker.groups import register
+from everstep.worker.guard import Guard
 
 torch.set_num_threads(1)
 RANK, SIZE = 1, 3

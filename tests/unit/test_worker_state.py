@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.fakegroups import FakeWorld, in_c10d
 
 from everstep.errors import UserError
 from everstep.worker.state import State, digest_of
@@ -147,6 +148,19 @@ def test_lists_are_named_by_place() -> None:
 def test_what_cannot_be_protected_is_refused(things: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         State(things(Net()))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # at the import
+def test_an_optimizer_that_communicates_is_refused() -> None:
+    with in_c10d(FakeWorld(solo=True)):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        net = torch.nn.Linear(2, 2)
+        optimizer = ZeroRedundancyOptimizer(
+            net.parameters(), optimizer_class=torch.optim.SGD, lr=0.1
+        )
+        with pytest.raises(UserError, match="ZeroRedundancyOptimizer communicates"):
+            State({"model": net, "optimizer": optimizer})
 
 
 # ---------------------------------------------------------------- a receiver is made equal

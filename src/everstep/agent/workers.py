@@ -14,7 +14,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from everstep.agent import processes

@@ -81,8 +81,9 @@ def _pack(value: Any, where: str) -> list[Any]:
         if type(plain) in _SCALARS:  # an extended float gives itself
             return _pack(plain, where)
     raise UserError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which everstep does not keep: only plain "
-        "data (None, bool, int, float, str, bytes, list, tuple, set, dict) and tensors; convert it"
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which everstep does "
+        "not keep: only plain data (None, bool, int, float, str, bytes, list, tuple, set, dict) "
+        "and tensors; convert it"
     )
 
 

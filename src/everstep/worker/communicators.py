@@ -216,17 +216,18 @@ class Communicators:
         then hand the old inner groups to the reaper. Raises QuiesceTimeout.
 
         gloo loses a send whose socket breaks at the wrong moment: its thread then sits out the
-        operation's time-out. Such a thread can do no harm once the group's connections are closed,
-        so it is left behind; only operations that may still be queued behind it (a group has two
-        threads) could write, and are waited for."""
+        operation's time-out. Such a thread can do no harm once the group's connections are closed
+        and it has been seen asleep, so it is left behind; only operations that may still be queued
+        behind it (a group has two threads) could write, and are waited for."""
+        self.drain()
         deadline = time.monotonic() + timeout_s
         if not self._wait_idle(min(_PROMPT_S, timeout_s)):
             inners = [group.inner for group in self.groups if group.inner is not None]
-            silent = False
+            harmless = False
             while not self._wait_idle(_PROMPT_S):
                 with self._lock:
                     left = [guard.operation for guard in self._running.values()]
-                    if silent and len(left) <= _INNER_THREADS:
+                    if harmless and len(left) <= _INNER_THREADS:
                         self._running.clear()
                         break
                 if time.monotonic() >= deadline:
@@ -234,7 +235,7 @@ class Communicators:
                     raise QuiesceTimeout(
                         f"aborted collectives did not end in {timeout_s:g} s: {names}"
                     )
-                silent = all(inner.silent() for inner in inners)
+                harmless = all(inner.silent() and inner.asleep(_PROMPT_S) for inner in inners)
         for group in self.groups:
             inner, group.inner = group.inner, None
             if inner is not None:

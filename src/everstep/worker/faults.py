@@ -46,7 +46,8 @@ class Faults:
             leaves[len(leaves) // 2].register_forward_pre_hook(self._in_forward)
         parameters = [p for p in module.parameters() if p.requires_grad]
         if "backward" in places and parameters:
-            parameters[len(parameters) // 2].register_hook(self._in_backward)
+            parameter = parameters[len(parameters) // 2]
+            parameter.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
 
     def _in_forward(self, _module: torch.nn.Module, _inputs: Any) -> None:
         self.fire("forward")

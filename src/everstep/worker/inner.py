@@ -20,9 +20,10 @@ import msgspec
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from everstep.errors import TransientError
-from everstep.worker import sockets
+from everstep.worker import sockets, threads
 
 Exchange = Callable[[bytes], dict[int, bytes]]
+_GLOO_THREAD = "pt_gloo_runloop"  # of any group of this process: all of them must be asleep
 
 
 class Inner(Protocol):
@@ -41,6 +42,11 @@ class Inner(Protocol):
     def silent(self) -> bool:
         """Whether all its connections are closed, so that nothing can arrive in anybody's memory
         any more."""
+        ...
+
+    def asleep(self, seconds: float) -> bool:
+        """Whether none of the threads that run its operations has run for `seconds`; blocks so
+        long."""
         ...
 
     def destroy(self) -> None:
@@ -146,7 +152,7 @@ class GlooInner:
         device, self._own = _listening_device(host)
         self._store = ExchangeStore(self._own[0], self._own[1], exchange)
         on_address(self)  # from here on it can be aborted, also while it is being built
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # in no stub
         options._devices = [device]
         options._timeout = datetime.timedelta(seconds=build_timeout_s)
         try:
@@ -166,6 +172,9 @@ class GlooInner:
 
     def silent(self) -> bool:
         return sockets.connected(self._own, self._store.peers) == 0
+
+    def asleep(self, seconds: float) -> bool:
+        return threads.asleep(_GLOO_THREAD, seconds)
 
     def destroy(self) -> None:
         """Drop the group, once. Blocks until gloo's threads have ended; call it on a reaper

@@ -11,6 +11,7 @@ Does not know: the step function, why the stop came.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -83,7 +84,7 @@ class Recovery:
                     messages.Regroup,
                     PATIENCE_S,
                     generation=generation + 1,
-                    match=lambda message: message.generation > generation,
+                    match=functools.partial(_is_newer, generation),
                 )
                 worker.phase(Phase.RECOVER)
                 worker.communicators.rebuild(regroup.generation)
@@ -153,6 +154,10 @@ class Recovery:
             )
         )
         return job.error is None
+
+
+def _is_newer(generation: int, regroup: messages.Regroup) -> bool:
+    return regroup.generation > generation
 
 
 def _nothing() -> None:

@@ -25,7 +25,7 @@ _PART_BYTES = 16
 def make_key() -> bytes:
     """The rank's key: 16 bytes each for torch, Python and NumPy. Draws from none of them."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
     of_torch = xxhash.xxh3_128()
     for state in states:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from everstep.data.loader import BatchSource, make_source
 from everstep.errors import UserError
@@ -35,9 +36,7 @@ class Run:
         self._worker = worker
         self._step: Step | None = None
         self._once_calls: dict[str, int] = {}
-        store = (
-            dist.HashStore()
-        )  # c10d wants one; addresses travel through the control plane instead
+        store = HashStore()  # c10d wants one; addresses travel through the control plane instead
         dist.init_process_group(
             BACKEND, store=store, rank=worker.spec.rank, world_size=worker.spec.world_size
         )
@@ -168,7 +167,8 @@ class Run:
         worker = self._worker
         if self._step is None or worker.state is None:
             raise UserError(
-                "call run.protect(...) and decorate a function with @run.step before run.batches(...)"
+                "call run.protect(...) and decorate a function with @run.step before "
+                "run.batches(...)"
             )
         if worker.drawn is not None and not worker.joining and worker.committed < worker.drawn.step:
             raise UserError(f"the batch of step {worker.drawn.step} was given to no step function")

@@ -72,7 +72,8 @@ class State:
             self._place(name, thing)
         if not self.optimizers:
             raise UserError(
-                "protect() got no optimizer: its state would be lost with a rank; pass optimizer=<your optimizer>"
+                "protect() got no optimizer: its state would be lost with a rank; pass "
+                "optimizer=<your optimizer>"
             )
         if not self.modules:
             raise UserError("protect() got no module: pass model=<your model, or its wrapper>")
@@ -84,7 +85,8 @@ class State:
             raise UserError(f"protect(): the name {name!r} must not contain '/'")
         if name in self.modules or name in self.optimizers or name in self.objects:
             raise UserError(
-                f"protect(): two things are named {name!r} (items of a list are named by their place)"
+                f"protect(): two things are named {name!r} (items of a list are named by their "
+                "place)"
             )
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
@@ -103,8 +105,9 @@ class State:
             )  # refused now, not at the first failure
         else:
             raise UserError(
-                f"protect({name}=...): a {type(thing).__name__} has no state_dict() and load_state_dict(); "
-                "protect takes modules, optimizers, lists of them, and objects that have both"
+                f"protect({name}=...): a {type(thing).__name__} has no state_dict() and "
+                "load_state_dict(); protect takes modules, optimizers, lists of them, and objects "
+                "that have both"
             )
 
     def _check_updated_parameters_are_protected(self) -> None:
@@ -115,8 +118,8 @@ class State:
             ):
                 if id(parameter) not in known:
                     raise UserError(
-                        f"protect(): parameter {index} of {name} belongs to no protected module, so it would be lost "
-                        "with a rank; protect that module too"
+                        f"protect(): parameter {index} of {name} belongs to no protected module, "
+                        "so it would be lost with a rank; protect that module too"
                     )
 
     # ------------------------------------------------------------ names
@@ -269,14 +272,14 @@ class State:
                     else f"{target.dtype} {tuple(target.shape)}"
                 )
                 raise UserError(
-                    f"{name} is {spec.dtype} {spec.shape} on the running ranks, but this process has {has}; "
-                    "the script must build the same model each time it runs"
+                    f"{name} is {spec.dtype} {spec.shape} on the running ranks, but this process "
+                    f"has {has}; the script must build the same model each time it runs"
                 )
         extra = [name for name, _ in self.parameters() if name not in wanted]
         if extra:
             raise UserError(
-                f"{extra[0]} is a parameter of this process, but not of the running ranks; the script must build the "
-                "same model each time it runs"
+                f"{extra[0]} is a parameter of this process, but not of the running ranks; the "
+                "script must build the same model each time it runs"
             )
         return [targets[spec.name] for spec in manifest]
 

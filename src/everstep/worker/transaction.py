@@ -6,26 +6,24 @@ stands before every optimizer update (a global pre-hook). The gate waits for all
 were launched and lets the update pass only if none of this attempt's was poisoned. Where every rank
 holds the whole state that is enough (fence `none`): a rank whose collectives all ended has the
 gradients that everybody has, and who is behind takes the newest state from a peer. Where something
-of a rank cannot be known before its last collective, an *early fence* is added: one tiny all-reduce
-before the update, entered when the capsule is with the agent. Which of both is learned in the first
-step and agreed in the second.
+of a rank cannot be known before its last collective, an *early* fence is added: one tiny all-reduce
+before the update, entered when the capsule is with the agent (forecast.py). Which of both is
+learned in the first step and agreed in the second.
 
 An exception before the gate leaves the state whole; one after it leaves it *torn*, to be fetched
 from a peer. A failed attempt puts back what it touched (entry.py), recovers (recovery.py), and is
-done again with a fresh batch."""
+done again with a fresh batch.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -36,46 +34,19 @@ from everstep.errors import UserError
 from everstep.types import Decision
 from everstep.wire import messages
 from everstep.worker import codec, rng
-from everstep.worker.capsule import Contents, ResultReader, encode_result, flatten
+from everstep.worker.attempt import Attempt, Unwind
+from everstep.worker.capsule import Contents
 from everstep.worker.communicators import Answer
 from everstep.worker.entry import Entry, GradientPolicy, Undo
+from everstep.worker.forecast import Forecast
 from everstep.worker.progress import Phase
+from everstep.worker.record import record_of, samples_of
 from everstep.worker.recovery import Outcome, Recovery
 from everstep.worker.runtime import Worker
-from everstep.worker.state import digest_of
+from everstep.worker.state import State
 
 _MAX_REHEARSALS = 6
 _LEARNING_STEPS = 2
-_ALL_BUFFERS_CAP_BYTES = 8 << 20
-
-
-class Unwind(BaseException):
-    """Leaves the script's step function from inside: its update must not happen. Never seen by the
-    script, unless it catches BaseException."""
-
-
-class Attempt:
-    """What happened so far in one run of the function."""
-
-    def __init__(self, step: int, entry: Entry | None, *, rehearsal: bool) -> None:
-        self.step, self.entry, self.rehearsal = step, entry, rehearsal
-        self.passed = False  # the gate let an update through
-        self.sealed = (
-            False  # it let the last one through: the capsule is out, nothing may change it
-        )
-        self.updates = 0
-        self.undo: Undo | None = None
-        self.fence: str | None = None  # as agreed in this very attempt
-        self.collectives = 0  # how many came before the last gate
-        self.outcome: Outcome | None = (
-            None  # a recovery inside the gate that did not let the update pass
-        )
-        self.log: dict[int, dict[str, float]] = {}  # what was logged before the step
-        self.values = b""  # run.state before the step
-        self.captured: Contents | None = None  # the capsule as it was sent last
-        self.captured_names: dict[str, Any] = {}  # the function's variables at that moment
-        self.last_names: dict[str, Any] = {}  # the same, at the last collective before the gate
-        self.gate_names: dict[str, Any] = {}
 
 
 class Step:
@@ -86,37 +57,39 @@ class Step:
         self._function = function
         self._worker = worker
         self._recovery = Recovery(worker)
-        self._reader = ResultReader(function, worker.main_thread_id)
+        self._forecast = Forecast(worker, function)
         self._gradients = GradientPolicy()
         self._attempt: Attempt | None = None
         self._updates = 1  # updates in a step, as learned
-        # How many collectives recent steps had before their update. The capsule goes out before the
-        # last one; after a regroup DDP has some more once, so the fewest count.
-        self._counts: deque[int] = deque([1], maxlen=4)
-        self._fence: str | None = None  # as agreed: none or early
-        self._wants_fence = False
+        self._tail = False  # whether collectives follow the last update, as learned
+        self._fence: str | None = None  # as agreed
         self.began = False
-        self._tail = False  # whether collectives follow the last update
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
-
-    # ------------------------------------------------------------ the call
 
     @property
     def under_way(self) -> bool:
         """Whether the function is running."""
         return self._attempt is not None
 
+    @property
+    def _state(self) -> State:
+        state = self._worker.state
+        if state is None:
+            raise UserError("call run.protect(model=..., optimizer=...) before the first step")
+        return state
+
+    # ------------------------------------------------------------ the call
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         worker = self._worker
         if self._attempt is not None:
             raise UserError("a step function was called inside a step; call it once, from the loop")
-        if worker.state is None:
-            raise UserError("call run.protect(model=..., optimizer=...) before the first step")
-        if worker.drawn is None:
+        if worker.drawn is None or self._state is None:
             raise UserError(
-                "a step function takes one batch of run.batches(...) a call, and only there can a step be done again: "
-                "call it once for each batch, inside `for batch in run.batches(until=...)`"
+                "a step function takes one batch of run.batches(...) a call, and only there can a "
+                "step be done again: call it once for each batch, inside `for batch in "
+                "run.batches(until=...)`"
             )
         drawn, worker.drawn = worker.drawn, None
         if any(isinstance(value, Iterator) for value in [*args, *kwargs.values()]):
@@ -144,12 +117,12 @@ class Step:
         worker = self._worker
         if worker.communicators.poisoned:  # the stop came between the steps
             return None, self.recover_between()
-        samples = _samples_of(batch) if worker.spec.record else None
+        samples = samples_of(batch) if worker.spec.record else None
         attempt = self._begin(step)
         error: BaseException | None = None
         result = None
         try:
-            self._agree(step)
+            self._agree(attempt)
             result = self._function(*args, **kwargs)
             if not attempt.updates:
                 self._gate(attempt, last=True)
@@ -161,24 +134,22 @@ class Step:
         except Exception as failure:
             error = failure
         finally:
-            self._attempt = None
-            worker.faults.step = 0
-            worker.communicators.before_launch = None
-            worker.communicators.answer = Answer.RAISE
-        if error is None and attempt.passed and attempt.undo is None:
-            return self._finish(attempt, result, samples)
-        if error is None and attempt.passed and self._clean():
+            self._end()
+        undone = attempt.undo is not None and worker.communicators.poisoned
+        if error is None and attempt.passed and not undone:
             return self._finish(attempt, result, samples)
         return None, self._failed(attempt, error, args, kwargs)
 
     def _begin(self, step: int) -> Attempt:
         worker = self._worker
-        assert worker.state is not None
         communicators = worker.communicators
-        learning = step <= _LEARNING_STEPS
-        entry = Entry(worker.state, copy_gradients=self._gradients.copies, learn_buffers=learning)
+        entry = Entry(
+            self._state,
+            copy_gradients=self._gradients.copies,
+            learn_buffers=step <= _LEARNING_STEPS,
+        )
         attempt = self._attempt = Attempt(step, entry, rehearsal=False)
-        attempt.log = {step: dict(entry) for step, entry in worker.log.items()}
+        attempt.log = {step: dict(scalars) for step, scalars in worker.log.items()}
         attempt.values = codec.encode(worker.values, "run.state")
         attempt.fence = self._fence
         communicators.trace.clear()
@@ -190,8 +161,11 @@ class Step:
         rng.seed_all(worker.rng_key, step, "step")
         return attempt
 
-    def _clean(self) -> bool:
-        return not self._worker.communicators.poisoned
+    def _end(self) -> None:
+        self._attempt = None
+        self._worker.faults.step = 0
+        self._worker.communicators.before_launch = None
+        self._worker.communicators.answer = Answer.RAISE
 
     # ------------------------------------------------------------ commit
 
@@ -200,18 +174,18 @@ class Step:
         if worker.communicators.touched:
             worker.note(
                 "lost-after-update",
-                f"a collective after the update of step {attempt.step} lost a peer; its result is NaN on rank "
-                f"{worker.spec.rank}, since the dead rank's part of it can't be had again. Do it before the update",
+                f"a collective after the update of step {attempt.step} lost a peer; its result is "
+                f"NaN on rank {worker.spec.rank}, since the dead rank's part of it can't be had "
+                "again. Do it before the update",
             )
-        self._learn(attempt, result)
+        self._learn(attempt)
+        self._forecast.settle(attempt, result)
         self._fence = attempt.fence
-        self._complete_capsule(attempt, result)
         log, worker.log = worker.log, {}
-        record = _record(result, samples) if worker.spec.record else None
+        record = record_of(result, samples) if worker.spec.record else None
         self._commit(attempt.step, log, record)
         if not self._recovery.advanced():
-            # Stopped again while serving after an advance: this rank holds the step, so it keeps
-            # it.
+            # Stopped again while serving after an advance: this rank holds the step and keeps it.
             outcome = self._recovery.run(torn=False)
             assert outcome.step == attempt.step, "a rank never goes back below what it committed"
         return result, None
@@ -220,104 +194,30 @@ class Step:
         worker = self._worker
         worker.committed = step
         worker.phase(Phase.BETWEEN)
-        worker.control.send(
-            messages.Commit(
-                generation=worker.communicators.generation,
-                step=step,
-                t=time.monotonic(),
-                log=log,
-                record=record,
-            )
+        commit = messages.Commit(
+            generation=worker.communicators.generation,
+            step=step,
+            t=time.monotonic(),
+            log=log,
+            record=record,
         )
+        worker.control.send(commit)
         rng.seed_all(worker.rng_key, step, "after")
 
-    def _learn(self, attempt: Attempt, result: Any) -> None:
-        worker = self._worker
-        assert worker.state is not None
-        self._counts.append(max(1, attempt.collectives))
-        self._tail = len(worker.communicators.trace) > attempt.collectives
-        if attempt.entry is not None:
-            self._gradients.learn(attempt.entry)
-            self._recovery.gradients = self._gradients.copies
-        if attempt.step <= _LEARNING_STEPS or attempt.rehearsal:
-            if attempt.entry is not None:
-                worker.state.changing = attempt.entry.changed_buffers()
+    def _learn(self, attempt: Attempt) -> None:
+        """What this step shows of those to come."""
+        self._tail = len(self._worker.communicators.trace) > attempt.collectives
+        self._gradients.learn(attempt.entry)
+        self._recovery.gradients = self._gradients.copies
+        if attempt.step <= _LEARNING_STEPS:
+            self._state.changing = attempt.entry.changed_buffers()
             self._updates = max(1, attempt.updates)
-        names = attempt.gate_names or attempt.captured_names
-        if names and not self._reader.failed and not self._reader.knows(names):
-            self._reader.learn(result, names)
-            if not self._reader.knows(attempt.last_names or names):
-                self._wants_fence = True
-        if self._reader.failed:
-            self._result_unknown()
-            return
-        sent = attempt.captured.result if attempt.captured is not None else None
-        if not attempt.rehearsal and sent is not None and sent != encode_result(result):
-            self._reader.failed = True
-            self._result_unknown()
 
-    def _result_unknown(self) -> None:
-        self._worker.note(
-            "result-unknown",
-            "what the step function returns can't be told before it returns; should this rank die between its last "
-            "collective and its return, its replacement gets NaN for that one step. Return a local variable, as in "
-            "`return loss.detach()`, of plain data up to 1 MiB",
-        )
-
-    # ------------------------------------------------------------ the gate, and what comes before
-    # it
+    # ------------------------------------------------------------ the gate
 
     def _before_collective(self, index: int) -> None:
-        attempt = self._attempt
-        if attempt is None or attempt.sealed:
-            return
-        if attempt.rehearsal:
-            attempt.captured_names = attempt.last_names = self._reader.locals()
-        elif index + 1 >= min(self._counts):
-            self._capture(attempt)
-            attempt.last_names = attempt.captured_names
-
-    def _capture(self, attempt: Attempt) -> None:
-        """Send the capsule of the step under way."""
-        worker = self._worker
-        assert worker.state is not None
-        names = self._reader.locals()
-        if not names and attempt.captured_names:
-            names = attempt.captured_names
-        attempt.captured_names = names
-        learning = attempt.step == 1
-        buffers = {
-            name: codec.encode(buffer, name)
-            for name, buffer in worker.state.buffers()
-            if name in worker.state.changing
-            or (learning and buffer.numel() * buffer.element_size() <= _ALL_BUFFERS_CAP_BYTES)
-        }
-        contents = Contents(
-            step=attempt.step,
-            result=self._reader.predict(names),
-            candidates=self._reader.candidates(names),
-            buffers=buffers,
-            state=codec.encode(worker.values, "run.state"),
-            log=worker.log,
-            fence=attempt.fence,
-        )
-        attempt.captured = contents
-        worker.control.send(
-            messages.Capsule(step=attempt.step, payload=msgspec.msgpack.encode(contents))
-        )
-
-    def _complete_capsule(self, attempt: Attempt, result: Any) -> None:
-        """Now that the step has returned: send the capsule again, if what it said of the result was
-        not this."""
-        encoded = encode_result(result)
-        if attempt.captured is None:
-            self._capture(attempt)
-        assert attempt.captured is not None
-        if attempt.captured.result != encoded:
-            whole = msgspec.structs.replace(attempt.captured, result=encoded, candidates={})
-            self._worker.control.send(
-                messages.Capsule(step=attempt.step, payload=msgspec.msgpack.encode(whole))
-            )
+        if self._attempt is not None:
+            self._forecast.before_collective(self._attempt, index)
 
     def _before_update(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         attempt = self._attempt
@@ -325,13 +225,12 @@ class Step:
             return
         attempt.updates += 1
         if attempt.rehearsal:
-            attempt.gate_names = self._reader.locals()
+            self._forecast.at_gate(attempt)
             attempt.collectives = len(self._worker.communicators.trace)
             return
         last = attempt.updates >= self._updates
         if not last and attempt.undo is None and attempt.step > 1:
-            assert self._worker.state is not None
-            attempt.undo = Undo(self._worker.state)
+            attempt.undo = Undo(self._state)
         self._gate(attempt, last=last)
         self._worker.phase(Phase.UPDATE)
         self._worker.faults.fire("optimizer")
@@ -346,13 +245,11 @@ class Step:
         communicators = worker.communicators
         communicators.drain()
         worker.phase(Phase.FENCE)
-        broken = communicators.poisoned and communicators.touched
-        if not broken and last:
-            attempt.gate_names = self._reader.locals()
-            if attempt.captured is None or attempt.captured.result is None:
-                self._capture(attempt)
+        broken = communicators.touched
+        if last and not broken:
+            self._forecast.at_gate(attempt)
         worker.faults.fire("fence")
-        if not broken and last and attempt.fence == "early":
+        if last and not broken and attempt.fence == "early":
             self._pass_fence()
         if broken or (communicators.poisoned and not (last and self._may_advance(attempt))):
             raise Unwind
@@ -363,13 +260,10 @@ class Step:
             if outcome.decision is not Decision.ADVANCE:
                 attempt.outcome = outcome
                 raise Unwind
-        attempt.passed = True
+        attempt.passed, attempt.sealed = True, last
         attempt.collectives = len(communicators.trace)
         communicators.touched = False
         communicators.answer = Answer.NANS if attempt.undo is None else Answer.ZEROS
-        if last:
-            attempt.sealed = True
-            communicators.before_launch = None
 
     def _may_advance(self, attempt: Attempt) -> bool:
         """Whether this rank could make the step by itself: nothing collective follows its
@@ -377,33 +271,30 @@ class Step:
         return attempt.updates > 0 and attempt.undo is None and attempt.step > 1 and not self._tail
 
     def _pass_fence(self) -> None:
-        """One tiny all-reduce on the world: I am here, and none of my collectives was poisoned."""
-        communicators = self._worker.communicators
-        communicators.before_launch = None
-        flag = torch.ones(1, dtype=torch.int32)
-        work = self._worker.world.allreduce([flag])
-        communicators.trace.pop()
-        work.wait()
-        communicators.before_launch = self._before_collective
+        """I am here, and none of my collectives was poisoned."""
+        self._all_reduce(1, dist.ReduceOp.MIN)
 
-    def _agree(self, step: int) -> None:
-        """In the first step after the job's first: all ranks take the early fence if one wants
-        it."""
-        attempt = self._attempt
-        if attempt is None or attempt.fence is not None or step == 1:
+    def _agree(self, attempt: Attempt) -> None:
+        """In the job's second step: all ranks take the early fence if one wants it."""
+        if attempt.fence is not None or attempt.step == 1:
             return
-        communicators = self._worker.communicators
-        communicators.before_launch = None
-        wish = torch.tensor([1 if self._wants_fence else 0], dtype=torch.int32)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        self._worker.world.allreduce([wish], options).wait()
-        communicators.trace.clear()
-        communicators.before_launch = self._before_collective
-        if communicators.poisoned:
+        wanted = self._all_reduce(int(self._forecast.wants_fence), dist.ReduceOp.MAX)
+        if self._worker.communicators.poisoned:
             raise Unwind
-        attempt.fence = "early" if int(wish) else "none"
-        self._capture(attempt)  # so that a successor of this rank knows what was agreed
+        attempt.fence = "early" if wanted else "none"
+        self._forecast.capture(attempt)  # a successor of this rank must know what was agreed
+
+    def _all_reduce(self, value: int, operation: Any) -> int:
+        """A collective of everstep's own, which is no part of the step's trace."""
+        communicators = self._worker.communicators
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        cell = torch.tensor([value], dtype=torch.int32)
+        communicators.before_launch = None
+        self._worker.world.allreduce([cell], options).wait()
+        communicators.before_launch = self._before_collective
+        communicators.trace.pop()
+        return int(cell)
 
     # ------------------------------------------------------------ failure
 
@@ -412,12 +303,11 @@ class Step:
     ) -> Outcome:
         """Report what is this rank's own fault, recover, and say where that led."""
         worker = self._worker
-        communicators = worker.communicators
-        if attempt.outcome is not None:  # recovered inside the gate; to be done again
+        if attempt.outcome is not None:
             return self._recovered_in_gate(attempt.outcome)
-        if error is not None and not communicators.poisoned:
+        if error is not None and not worker.communicators.poisoned:
             worker.report_exception(error, attempt.step)
-            communicators.hold(error)
+            worker.communicators.hold(error)
         if attempt.step == 1:
             return self._recovery.run(torn=True, settle=lambda: self._relearn(args, kwargs))
         torn = attempt.passed and attempt.undo is None
@@ -441,8 +331,7 @@ class Step:
         worker = self._worker
         if attempt.undo is not None:
             attempt.undo.put_back()
-        if attempt.entry is not None:
-            attempt.entry.put_back()
+        attempt.entry.put_back()
         worker.log = attempt.log
         worker.values.clear()
         worker.values.update(codec.decode(attempt.values))
@@ -451,111 +340,74 @@ class Step:
         """The stop came while no step was under way."""
         return self._recovery.run(torn=False)
 
+    # ------------------------------------------------------------ coming back, joining
+
     def _resume(self, outcome: Outcome) -> Any:
         """The step is committed, by peers: return from it what this rank would have returned."""
         worker = self._worker
-        assert worker.state is not None
         capsule = outcome.capsule
-        result = None
+        result = self._forecast.result_of(capsule, outcome.step)
         log: dict[int, dict[str, float]] = {}
-        if capsule is None:
-            result = self._lost_result(outcome.step)
-        else:
-            buffers = dict(worker.state.buffers())
-            with torch.no_grad():
-                for name, data in capsule.buffers.items():
-                    if name in buffers:
-                        buffers[name].copy_(codec.decode(data))
-            worker.values.clear()
-            worker.values.update(codec.decode(capsule.state))
-            encoded = capsule.result or self._reader.from_candidates(capsule.candidates)
-            log = capsule.log
+        if capsule is not None:
             self._fence = capsule.fence or self._fence
-            if capsule.step != outcome.step:
-                encoded, log = None, {}
-            if encoded is None:
-                result = self._lost_result(outcome.step)
-            else:
-                result = codec.decode(encoded)
+            self._take(capsule)
+            log = capsule.log if capsule.step == outcome.step else log
         worker.log = {}
         record = None
         if worker.spec.record:
-            record = _record(result, _samples_of(worker.draw(outcome.step)))
+            record = record_of(result, samples_of(worker.draw(outcome.step)))
         self._commit(outcome.step, log, record)
         return result
 
-    def _lost_result(self, step: int) -> Any:
-        self._worker.note(
-            f"result-lost-{self._worker.spec.rank}-{step}",
-            f"what rank {self._worker.spec.rank} returned from step {step} is lost with its predecessor; the call "
-            "returns NaN this once. Parameters, optimizer and data are exact",
-        )
-        return self._reader.placeholder()
-
-    # ------------------------------------------------------------ joining
+    def _take(self, capsule: Contents) -> None:
+        """Rank-local buffers and `run.state`, as they were after the capsule's step."""
+        buffers = dict(self._state.buffers())
+        with torch.no_grad():
+            for name, data in capsule.buffers.items():
+                if name in buffers:
+                    buffers[name].copy_(codec.decode(data))
+        self._worker.values.clear()
+        self._worker.values.update(codec.decode(capsule.state))
 
     def _join(self, args: Any, kwargs: Any) -> Any:
-        worker = self._worker
         passes = self._rehearse(args, kwargs)
         outcome = self._recovery.run(torn=True, passes=passes)
-        worker.joining = False
+        self._worker.joining = False
+        self.began = True
         return self._resume(outcome)
 
     def _rehearse(self, args: Any, kwargs: Any) -> int:
         """Run the step with no peers until no new collective appears, so that lazy state is in
         place. What it computes is thrown away: the state comes from peers afterwards."""
-        worker = self._worker
-        communicators = worker.communicators
-        assert worker.state is not None
         before: list[tuple[str, int]] | None = None
         passes = 0
         while passes < _MAX_REHEARSALS:
-            entry = Entry(worker.state, copy_gradients=True, learn_buffers=True)
-            attempt = self._attempt = Attempt(0, entry, rehearsal=True)
-            communicators.trace.clear()
-            communicators.answer = Answer.ZEROS
-            communicators.before_launch = self._before_collective
             passes += 1
-            try:
-                result = self._function(*args, **kwargs)
-                attempt.passed = True
-                self._learn(attempt, result)
-            except Exception as error:
-                worker.note(
-                    "rehearsal", f"a rehearsal of the step raised {type(error).__name__}: {error}"
-                )
+            if not self._rehearse_once(args, kwargs):
                 break
-            finally:
-                self._attempt = None
-                communicators.answer = Answer.RAISE
-                communicators.before_launch = None
-            trace = list(communicators.trace)
+            trace = list(self._worker.communicators.trace)
             if trace == before:
                 break
             before = trace
-        worker.log = {}
+        self._worker.log = {}
         return passes
 
-
-def _samples_of(batch: Batch) -> Any:
-    """The sample numbers of a batch, or its digest where they are not known. Before the step may
-    change it."""
-    if batch.samples is not None:
-        return list(batch.samples)
-    return xxhash.xxh3_128_hexdigest(codec.encode(batch.value, "the batch"))
-
-
-def _record(result: Any, samples: Any) -> bytes:
-    """What `prove` compares of a step: the returned leaves, exactly, and what `_samples_of` said of
-    its batch."""
-    leaves = []
-    for leaf in flatten(result):
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.is_floating_point():
-            leaves.append([str(leaf.dtype), float(leaf).hex()])
-        elif isinstance(leaf, torch.Tensor):
-            leaves.append([str(leaf.dtype), list(leaf.shape), digest_of([leaf])])
-        else:
-            leaves.append(
-                [type(leaf).__name__, leaf.hex() if isinstance(leaf, float) else repr(leaf)]
+    def _rehearse_once(self, args: Any, kwargs: Any) -> bool:
+        worker = self._worker
+        entry = Entry(self._state, copy_gradients=True, learn_buffers=True)
+        attempt = self._attempt = Attempt(0, entry, rehearsal=True)
+        worker.communicators.trace.clear()
+        worker.communicators.answer = Answer.ZEROS
+        worker.communicators.before_launch = self._before_collective
+        try:
+            result = self._function(*args, **kwargs)
+        except Exception as error:  # it ran on made-up data: never the script's fault
+            worker.note(
+                "rehearsal", f"a rehearsal of the step raised {type(error).__name__}: {error}"
             )
-    return msgspec.msgpack.encode({"value": leaves, "samples": samples})
+            return False
+        finally:
+            self._end()
+        self._learn(attempt)
+        self._forecast.learn(attempt, result)
+        return True

@@ -163,7 +163,8 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
     for source, header in zip(sources, headers, strict=True):
         if header.digest != digest:
             raise ReceiptError(
-                f"the state fetched from ranks {list(sources)} has digest {digest[:12]}, but rank {source} holds "
-                f"{header.digest[:12]}: a copy is corrupt, or the ranks are no replicas"
+                f"the state fetched from ranks {list(sources)} has digest {digest[:12]}, but "
+                f"rank {source} holds {header.digest[:12]}: a copy is corrupt, or the ranks are "
+                "no replicas"
             )
     return digest, stream.nbytes

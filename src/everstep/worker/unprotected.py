@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from everstep.data.loader import BatchSource, make_source
 from everstep.errors import UserError
@@ -38,7 +39,7 @@ class PlainRun:
             if "RANK" in os.environ:
                 dist.init_process_group("gloo")
             else:
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     def data(
         self, source: Any, *, batch_size: int | None = None, seed: int = 0, collate: Any = None

@@ -38,7 +38,8 @@ class Wrappers:
                 )
             if getattr(ddp, "_comm_hooks", None):
                 raise UserError(
-                    "a DDP communication hook is not supported by everstep yet: its state would not be protected"
+                    "a DDP communication hook is not supported by everstep yet: its state would "
+                    "not be protected"
                 )
 
     def reset(self, *, rebuild: bool = True) -> None:

@@ -1,0 +1,48 @@
+"""One run of the step function: what has happened in it so far."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from everstep.worker.entry import Entry, Undo
+
+if TYPE_CHECKING:
+    from everstep.worker.capsule import Contents
+    from everstep.worker.recovery import Outcome
+
+
+class Unwind(BaseException):
+    """Leaves the script's step function from inside: its update must not happen. Never seen by the
+    script, unless it catches BaseException."""
+
+
+class Attempt:
+    """Written by the transaction while the function runs; main thread, or the thread that runs a
+    backward pass meanwhile."""
+
+    def __init__(self, step: int, entry: Entry, *, rehearsal: bool) -> None:
+        self.step, self.entry, self.rehearsal = step, entry, rehearsal
+        self.updates = 0
+        self.passed = False
+        """The gate let an update through."""
+        self.sealed = False
+        """It let the last update through: the capsule is out and stays as it is."""
+        self.undo: Undo | None = None
+        self.fence: str | None = None
+        """The fence, once agreed: "none" or "early"."""
+        self.collectives = 0
+        """How many collectives came before the last gate."""
+        self.outcome: Outcome | None = None
+        """A recovery inside the gate after which the update must not happen."""
+        self.log: dict[int, dict[str, float]] = {}
+        """What was logged before the step."""
+        self.values = b""
+        """`run.state` before the step (codec)."""
+        self.captured: Contents | None = None
+        """The capsule as it was sent last."""
+        self.captured_names: dict[str, Any] = {}
+        """The function's local variables at that moment."""
+        self.last_names: dict[str, Any] = {}
+        """The same, at the last collective before the gate."""
+        self.gate_names: dict[str, Any] = {}
+        """The same, in the gate."""

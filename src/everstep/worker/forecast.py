@@ -1,0 +1,131 @@
+"""The capsule of the step under way, sent before this rank's last contribution to it.
+
+When that is, and what the function is going to return, is learned from the steps before: see
+capsule.ResultReader for the second. A forecast that fails is said once; a replacement of this rank
+then returns NaN from the one step whose result nobody has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from everstep.wire import messages
+from everstep.worker import codec
+from everstep.worker.attempt import Attempt
+from everstep.worker.capsule import Contents, ResultReader, encode_result
+from everstep.worker.runtime import Worker
+
+_FIRST_STEP_BUFFER_BYTES = 8 << 20  # while it is not known which buffers change, larger ones wait
+
+
+class Forecast:
+    """Makes and sends capsules. `wants_fence`: something of them is only known after the last
+    collective, so that a fence must stand between."""
+
+    def __init__(self, worker: Worker, function: Callable[..., Any]) -> None:
+        self._worker = worker
+        self._reader = ResultReader(function, worker.main_thread_id)
+        # How many collectives recent steps had before their update. The capsule goes out before the
+        # last one; after a regroup DDP has some more once, so the fewest count.
+        self._counts: deque[int] = deque([1], maxlen=4)
+        self.wants_fence = False
+
+    # ------------------------------------------------------------ in the step
+
+    def before_collective(self, attempt: Attempt, index: int) -> None:
+        """The `index`-th collective of the step is about to be launched."""
+        if attempt.sealed:
+            return
+        if attempt.rehearsal:
+            attempt.captured_names = attempt.last_names = self._reader.locals()
+        elif index + 1 >= min(self._counts):
+            self.capture(attempt)
+            attempt.last_names = attempt.captured_names
+
+    def at_gate(self, attempt: Attempt) -> None:
+        """The last update is about to pass."""
+        attempt.gate_names = self._reader.locals()
+        if not attempt.rehearsal and (attempt.captured is None or attempt.captured.result is None):
+            self.capture(attempt)
+
+    def capture(self, attempt: Attempt) -> None:
+        """Send the capsule as it is known now."""
+        worker = self._worker
+        assert worker.state is not None
+        names = self._reader.locals() or attempt.captured_names
+        changing = worker.state.changing
+        buffers = {
+            name: codec.encode(buffer, name)
+            for name, buffer in worker.state.buffers()
+            if name in changing or (attempt.step == 1 and buffer.nbytes <= _FIRST_STEP_BUFFER_BYTES)
+        }
+        attempt.captured_names = names
+        attempt.captured = Contents(
+            step=attempt.step,
+            result=self._reader.predict(names),
+            candidates=self._reader.candidates(names),
+            buffers=buffers,
+            state=codec.encode(worker.values, "run.state"),
+            log=worker.log,
+            fence=attempt.fence,
+        )
+        self._send(attempt.captured)
+
+    def _send(self, contents: Contents) -> None:
+        payload = msgspec.msgpack.encode(contents)
+        self._worker.control.send(messages.Capsule(step=contents.step, payload=payload))
+
+    # ------------------------------------------------------------ after the step
+
+    def settle(self, attempt: Attempt, result: Any) -> None:
+        """The step has returned: correct the capsule if it was wrong, and learn from it."""
+        encoded = encode_result(result)
+        self.learn(attempt, result)
+        if attempt.captured is None:
+            self.capture(attempt)
+        sent = attempt.captured
+        assert sent is not None
+        if sent.result != encoded:
+            if sent.result is not None:
+                self._give_up()
+            self._send(msgspec.structs.replace(sent, result=encoded, candidates={}))
+
+    def learn(self, attempt: Attempt, result: Any) -> None:
+        """The function returned `result`: from which of its variables?"""
+        self._counts.append(max(1, attempt.collectives))
+        names = attempt.gate_names or attempt.captured_names
+        if names and not self._reader.failed and not self._reader.knows(names):
+            self._reader.learn(result, names)
+            self.wants_fence |= not self._reader.knows(attempt.last_names or names)
+        if self._reader.failed:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._reader.failed = True
+        self._worker.note(
+            "result-unknown",
+            "what the step function returns can't be told before it returns; should this rank die "
+            "between its last collective and its return, its replacement gets NaN for that one "
+            "step. Return a local variable, as in `return loss.detach()`, of plain data to 1 MiB",
+        )
+
+    # ------------------------------------------------------------ from a predecessor
+
+    def result_of(self, capsule: Contents | None, step: int) -> Any:
+        """What this rank returned from `step`, as its capsule has it; NaN, and a note, if lost."""
+        encoded = None
+        if capsule is not None and capsule.step == step:
+            encoded = capsule.result or self._reader.from_candidates(capsule.candidates)
+        if encoded is not None:
+            return codec.decode(encoded)
+        rank = self._worker.spec.rank
+        self._worker.note(
+            f"result-lost-{rank}-{step}",
+            f"what rank {rank} returned from step {step} is lost with its predecessor; the call "
+            "returns NaN this once. Parameters, optimizer and data are exact",
+        )
+        return self._reader.placeholder()
