@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.grouplab import Lab, Member
 from torch._C._distributed_c10d import ProcessGroupGloo  # noqa: F401  (imported before the forks)
 

@@ -21,7 +21,7 @@ import msgspec
 from everstep.wire.channel import MAX_FRAME_BYTES, ChannelError, FrameReader, encode
 
 MAX_BACKLOG_BYTES = 2 * MAX_FRAME_BYTES
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16  # a larger buffer costs more to make than it saves
 T = TypeVar("T")
 
 

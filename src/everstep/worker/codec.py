@@ -52,6 +52,9 @@ def buffer_of(raw: torch.Tensor) -> Any:
 
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    if plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
     raw = tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg())
     return bytes(buffer_of(raw))
 

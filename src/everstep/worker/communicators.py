@@ -5,7 +5,7 @@ Theory of operation: the script holds outer groups, which never change (groups.p
 inner group that lives in one generation. The first failure on any group poisons all groups of the
 process, so garbage never reaches a clean peer; poison belongs to a generation, so neither a late
 callback nor a late stop can touch a newer one, and a rebuild never clears a newer stop. The main
-thread never waits inside an inner group: it waits on a guard (groups.Guard), which is opened by the
+thread never waits inside an inner group: it waits on a guard (guard.Guard), which is opened by the
 inner operation's completion or by the stop, whichever comes first. What an aborted operation may
 still write to is waited for (`quiesce`) before anybody uses the memory again.
 
@@ -25,7 +25,8 @@ from everstep.worker.control import Stopped
 from everstep.worker.inner import Inner
 
 if TYPE_CHECKING:
-    from everstep.worker.groups import Guard, OuterGroup
+    from everstep.worker.groups import OuterGroup
+    from everstep.worker.guard import Guard
 
 
 _PROMPT_S = 0.05  # within which an aborted operation ends, unless gloo has lost it

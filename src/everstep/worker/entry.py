@@ -24,11 +24,11 @@ class _Gradient(NamedTuple):
     parameter: torch.Tensor
     kept: torch.Tensor | None
     copied: torch.Tensor | None
-    seen: TensorWeakRef | None
+    seen: TensorWeakRef
     version: int
 
     def carried(self) -> bool:
-        grad = self.seen() if self.seen is not None else None
+        grad = self.seen()
         return grad is not None and (self.parameter.grad is grad or grad._version != self.version)
 
 
@@ -60,22 +60,22 @@ class Entry:
         self._leaves: Leaves = state.leaves()
         self._buffers = {  # all of them, while it is being learned which change
             name: b.detach().clone()
-            for name, b in state.buffers()
+            for name, b in (state.buffers() if learn_buffers or state.changing else ())
             if learn_buffers or name in state.changing
         }
         self._buffer_digests = (
             {name: digest_of([b]) for name, b in state.buffers()} if learn_buffers else {}
         )
         self._gradients: list[_Gradient] = []
-        for _, parameter in state.parameters():
+        for parameter in state.parameter_list:
             grad = parameter.grad
-            copied = grad.detach().clone() if grad is not None and copy_gradients else None
-            kept = grad if copied is not None else None
-            seen = TensorWeakRef(grad) if grad is not None else None
-            self._gradients.append(
-                _Gradient(parameter, kept, copied, seen, grad._version if grad is not None else 0)
-            )
-        self.had_gradients = any(item.seen is not None for item in self._gradients)
+            if grad is not None:
+                copied = grad.detach().clone() if copy_gradients else None
+                kept = grad if copy_gradients else None
+                self._gradients.append(
+                    _Gradient(parameter, kept, copied, TensorWeakRef(grad), grad._version)
+                )
+        self.had_gradients = bool(self._gradients)
 
     def changed_buffers(self) -> tuple[str, ...]:
         """Buffers that are not what they were at the entry. Only where `learn_buffers` was asked
@@ -95,6 +95,8 @@ class Entry:
     def put_back(self) -> None:
         """Make gradients, rank-local buffers, param_groups and objects what they were."""
         with torch.no_grad():
+            for parameter in self._state.parameter_list:
+                parameter.grad = None
             for item in self._gradients:
                 if item.kept is not None and item.copied is not None:
                     local(item.kept).copy_(local(item.copied))

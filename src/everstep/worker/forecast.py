@@ -57,11 +57,11 @@ class Forecast:
         worker = self._worker
         assert worker.state is not None
         names = self._reader.locals() or attempt.captured_names
-        changing = worker.state.changing
+        changing, first = worker.state.changing, attempt.step == 1
         buffers = {
             name: codec.encode(buffer, name)
-            for name, buffer in worker.state.buffers()
-            if name in changing or (attempt.step == 1 and buffer.nbytes <= _FIRST_STEP_BUFFER_BYTES)
+            for name, buffer in (worker.state.buffers() if changing or first else ())
+            if name in changing or (first and buffer.nbytes <= _FIRST_STEP_BUFFER_BYTES)
         }
         attempt.captured_names = names
         attempt.captured = Contents(

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Work
 
 from everstep.errors import PeerError
 from everstep.worker.communicators import Answer, Communicators, tensors_of, without_frames
+from everstep.worker.waiters import waiters
 
 _KEPT_BROADCAST_BYTES = 64 << 10
 _FOREVER_S = threading.TIMEOUT_MAX
@@ -76,7 +77,7 @@ class Guard(Work):
         try:
             future = inner.get_future()
         except RuntimeError:  # point-to-point works of gloo have none
-            threading.Thread(target=self._await_inner, name="everstep-p2p", daemon=True).start()
+            waiters.run(self._await_inner)
         else:
             future.add_done_callback(self._inner_done)
 

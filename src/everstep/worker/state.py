@@ -78,6 +78,7 @@ class State:
         if not self.modules:
             raise UserError("protect() got no module: pass model=<your model, or its wrapper>")
         self.changing: tuple[str, ...] = ()
+        self.parameter_list = [parameter for _, parameter in self.parameters()]
         self._check_updated_parameters_are_protected()
 
     def _place(self, name: str, thing: Any) -> None:
@@ -187,13 +188,12 @@ class State:
         for name, optimizer in self.optimizers.items():
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             values[f"{name}#groups"] = codec.encode(groups, f"param_groups of {name}")
-        scalars = {
-            prefix: {k: v for k, v in entry.items() if not isinstance(v, torch.Tensor)}
-            for prefix, _, entry in self._optimizer_entries()
-        }
-        values["#scalars"] = codec.encode(
-            {p: e for p, e in scalars.items() if e}, "the optimizers' state"
-        )
+        scalars: dict[str, dict[str, Any]] = {}
+        for prefix, _, entry in self._optimizer_entries():
+            for key, value in entry.items():
+                if not isinstance(value, torch.Tensor):
+                    scalars.setdefault(prefix, {})[key] = value
+        values["#scalars"] = codec.encode(scalars, "the optimizers' state")
         for name, thing in self.objects.items():
             values[f"{name}#object"] = codec.encode(thing.state_dict(), f"the state of {name}")
         return Leaves(values=values)
