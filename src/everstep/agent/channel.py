@@ -21,7 +21,8 @@ import msgspec
 from everstep.wire.channel import MAX_FRAME_BYTES, ChannelError, FrameReader, encode
 
 MAX_BACKLOG_BYTES = 2 * MAX_FRAME_BYTES
-_READ_BYTES = 1 << 16  # a larger buffer costs more to make than it saves
+# What was read stays here only until it is fed to a reader, on the one loop thread.
+_scratch = memoryview(bytearray(1 << 16))
 T = TypeVar("T")
 
 
@@ -92,16 +93,16 @@ class AgentChannel(Generic[T]):
     def _read_once(self) -> bool:
         """Deliver one piece. False: nothing is there now, or nothing will come any more."""
         try:
-            data = self._sock.recv(_READ_BYTES)
+            count = self._sock.recv_into(_scratch)
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            data = b""
-        if not data:
+            count = 0
+        if not count:
             self._stop_reading()
             return False
         try:
-            messages = self._reader.feed(data)
+            messages = self._reader.feed(_scratch[:count])
         except ChannelError as error:
             self._fail(str(error))
             return False

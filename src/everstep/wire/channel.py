@@ -34,7 +34,7 @@ class FrameReader(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(decoder_type)
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[T]:
+    def feed(self, data: bytes | memoryview) -> list[T]:
         """Take bytes that arrived and return the messages that are now complete.
 
         Raises ChannelError on a frame that is too long or does not decode.

@@ -36,8 +36,8 @@ class Attempt:
         """A recovery inside the gate after which the update must not happen."""
         self.log: dict[int, dict[str, float]] = {}
         """What was logged before the step."""
-        self.values = b""
-        """`run.state` before the step (codec)."""
+        self.values: dict[str, Any] = {}
+        """A copy of `run.state` before the step."""
         self.captured: Contents | None = None
         """The capsule as it was sent last."""
         self.captured_names: dict[str, Any] = {}

@@ -45,6 +45,22 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
+def copy(value: Any) -> Any:
+    """A copy of plain data that shares nothing with it; what `encode` refuses is refused."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict:
+        return {key: copy(item) for key, item in value.items()}
+    if kind is list:
+        return [copy(item) for item in value]
+    if kind is tuple:
+        return tuple([copy(item) for item in value])
+    if kind is torch.Tensor:
+        return value.detach().clone()
+    return decode(encode(value, "a state"))
+
+
 def buffer_of(raw: torch.Tensor) -> Any:
     """A buffer over the memory of a flat uint8 CPU tensor, without NumPy. The caller keeps `raw`
     alive."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from everstep.worker.state import Leaves, State, digest_of, local, put
+from everstep.worker.state import State, digest_of, local, put
 
 
 class _Gradient(NamedTuple):
@@ -57,7 +57,7 @@ class Entry:
 
     def __init__(self, state: State, *, copy_gradients: bool, learn_buffers: bool = False) -> None:
         self._state = state
-        self._leaves: Leaves = state.leaves()
+        self._steering = state.steering()
         self._buffers = {  # all of them, while it is being learned which change
             name: b.detach().clone()
             for name, b in (state.buffers() if learn_buffers or state.changing else ())
@@ -104,7 +104,7 @@ class Entry:
             buffers = dict(self._state.buffers())
             for name in self.changed_buffers():
                 put(buffers[name], self._buffers[name])
-        self._state.load_leaves(self._leaves)
+        self._state.load_steering(self._steering)
 
 
 class GradientPolicy:

@@ -47,6 +47,26 @@ class Leaves(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Steering(msgspec.Struct, frozen=True, kw_only=True):
+    """What steers the updates and is no tensor of the state: param_groups (without their
+    parameters) by optimizer, and the state of objects (schedulers, scalers) by name."""
+
+    groups: dict[str, list[dict[str, Any]]]
+    objects: dict[str, Any]
+
+
+def _load_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        for key in [key for key in group if key != "params" and key not in values]:
+            del group[key]
+        for key, value in values.items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+                present.copy_(value)  # a capturable lr: others hold this very tensor
+            else:
+                group[key] = value
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that is stored here: itself, or a DTensor's local shard."""
     to_local = getattr(tensor, "to_local", None)
@@ -182,11 +202,31 @@ class State:
 
     # ------------------------------------------------------------ what is no tensor
 
-    def leaves(self) -> Leaves:
-        """param_groups, scalars in optimizer state and the state of objects."""
-        values: dict[str, bytes] = {}
+    def steering(self) -> Steering:
+        """param_groups and the state of objects, as they are now."""
+        return Steering(
+            groups={
+                name: [
+                    {k: codec.copy(v) for k, v in group.items() if k != "params"}
+                    for group in optimizer.param_groups
+                ]
+                for name, optimizer in self.optimizers.items()
+            },
+            objects={name: codec.copy(thing.state_dict()) for name, thing in self.objects.items()},
+        )
+
+    def load_steering(self, steering: Steering) -> None:
+        """Put back what `steering` returned; it stays as it is, so this can be done again."""
         for name, optimizer in self.optimizers.items():
-            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            _load_groups(optimizer, codec.copy(steering.groups[name]))
+        for name, thing in self.objects.items():
+            thing.load_state_dict(codec.copy(steering.objects[name]))
+
+    def leaves(self) -> Leaves:
+        """The steering, and the scalars in optimizer state, as bytes."""
+        steering = self.steering()
+        values: dict[str, bytes] = {}
+        for name, groups in steering.groups.items():
             values[f"{name}#groups"] = codec.encode(groups, f"param_groups of {name}")
         scalars: dict[str, dict[str, Any]] = {}
         for prefix, _, entry in self._optimizer_entries():
@@ -194,14 +234,12 @@ class State:
                 if not isinstance(value, torch.Tensor):
                     scalars.setdefault(prefix, {})[key] = value
         values["#scalars"] = codec.encode(scalars, "the optimizers' state")
-        for name, thing in self.objects.items():
-            values[f"{name}#object"] = codec.encode(thing.state_dict(), f"the state of {name}")
+        for name, state in steering.objects.items():
+            values[f"{name}#object"] = codec.encode(state, f"the state of {name}")
         return Leaves(values=values)
 
     def load_leaves(self, leaves: Leaves) -> None:
         """Put back what `leaves` returned."""
-        for name, optimizer in self.optimizers.items():
-            self._load_groups(optimizer, codec.decode(leaves.values[f"{name}#groups"]))
         scalars = codec.decode(leaves.values["#scalars"])
         for prefix, parameter, entry in self._optimizer_entries():
             kept = scalars.get(prefix, {})
@@ -211,20 +249,13 @@ class State:
                 del entry[key]
             if kept:
                 self._entry_of(prefix, parameter).update(kept)
-        for name, thing in self.objects.items():
-            thing.load_state_dict(codec.decode(leaves.values[f"{name}#object"]))
-
-    @staticmethod
-    def _load_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-        for group, values in zip(optimizer.param_groups, saved, strict=True):
-            for key in [key for key in group if key != "params" and key not in values]:
-                del group[key]
-            for key, value in values.items():
-                present = group.get(key)
-                if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-                    present.copy_(value)  # a capturable lr: others hold this very tensor
-                else:
-                    group[key] = value
+        values = leaves.values
+        self.load_steering(
+            Steering(
+                groups={name: codec.decode(values[f"{name}#groups"]) for name in self.optimizers},
+                objects={name: codec.decode(values[f"{name}#object"]) for name in self.objects},
+            )
+        )
 
     def _entry_of(self, prefix: str, parameter: torch.Tensor) -> dict[str, Any]:
         entry: dict[str, Any] = self.optimizers[prefix.split("/", 1)[0]].state[parameter]

@@ -150,7 +150,7 @@ class Step:
         )
         attempt = self._attempt = Attempt(step, entry, rehearsal=False)
         attempt.log = {step: dict(scalars) for step, scalars in worker.log.items()}
-        attempt.values = codec.encode(worker.values, "run.state")
+        attempt.values = codec.copy(worker.values)
         attempt.fence = self._fence
         communicators.trace.clear()
         communicators.touched = False
@@ -334,7 +334,7 @@ class Step:
         attempt.entry.put_back()
         worker.log = attempt.log
         worker.values.clear()
-        worker.values.update(codec.decode(attempt.values))
+        worker.values.update(codec.copy(attempt.values))
 
     def recover_between(self) -> Outcome:
         """The stop came while no step was under way."""
