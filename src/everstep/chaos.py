@@ -11,11 +11,11 @@ know how many steps the script makes; `everstep prove` says afterwards which fau
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import get_args, get_type_hints
 
 from everstep.errors import UserError
+from everstep.spelling import nearest
 from everstep.wire.messages import ChaosSpec
 
 _HINTS = get_type_hints(ChaosSpec)
@@ -132,8 +132,8 @@ def _number(text: str, key: str, value: str) -> int:
 
 
 def _nearest(word: str, words: Sequence[str]) -> str:
-    found = difflib.get_close_matches(word, words, n=1)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    found = nearest(word, words)
+    return f" (did you mean {found!r}?)" if found else ""
 
 
 def _refusal(text: str, why: str) -> UserError:

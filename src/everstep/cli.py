@@ -101,6 +101,7 @@ def run(dry_run: bool, **options: Any) -> None:
     from everstep.settings import protection_is_off
 
     settings, sources = _resolve(options)
+    _warn_of_slips(settings)
     off = protection_is_off(os.environ)
     if off and settings.chaos:
         raise UserError(
@@ -141,6 +142,7 @@ def prove(faults: tuple[str, ...], json_path: str | None, **options: Any) -> Non
     from everstep.settings import protection_is_off
 
     settings, _ = _resolve(options)
+    _warn_of_slips(settings)
     if protection_is_off(os.environ):
         raise UserError(
             "EVERSTEP=off: there is nothing to prove about an unprotected run; unset it"
@@ -158,13 +160,20 @@ def config() -> None:
 @click.option("--config", metavar="FILE", help="Settings file. [everstep.toml, if there]")
 def config_show(config: str | None) -> None:
     """Print every setting, its value, where that came from, and what it means."""
+    import shutil
+    import textwrap
+
     from everstep import settings as module
 
+    width = min(shutil.get_terminal_size().columns, 100)
     settings, sources = module.resolve({}, os.environ, Path(config) if config else None)
     for name, description in module.descriptions().items():
         if name != "script":
             value = module.written(getattr(settings, name))
-            click.echo(f"{name} = {value}  ({sources[name]})\n    {description.splitlines()[0]}")
+            click.echo(f"{name} = {value}  ({sources[name]})")
+            meaning = module.first_sentence(description)
+            for line in textwrap.wrap(meaning, width - 4, break_on_hyphens=False):
+                click.echo(f"    {line}")
     for variable, nearest in module.strangers(os.environ).items():
         hint = f"; did you mean {nearest}?" if nearest else ""
         click.echo(f"note: {variable} in the environment is not a setting{hint}", err=True)
@@ -173,13 +182,14 @@ def config_show(config: str | None) -> None:
 @main.command()
 @click.argument("run_dir", metavar="RUN_DIR")
 def report(run_dir: str) -> None:
-    """Print what happened in the run whose directory is RUN_DIR, folded from its journal."""
-    from everstep.observe.report import report_run
+    """Print what happened in the run whose directory (or journal) is RUN_DIR, folded from its
+    journal. For a directory of runs: which there are."""
+    from everstep.observe.report import report_at
     from everstep.observe.screen import Screen
     from everstep.settings import resolve
 
     settings, _ = resolve({}, os.environ)
-    report_run(Path(run_dir), Screen(sys.stdout, settings.color))
+    report_at(Path(run_dir), Screen(sys.stdout, settings.color))
 
 
 def _resolve(options: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Source]]:
@@ -193,6 +203,38 @@ def _resolve(options: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Source]
     return resolve(arguments, os.environ, Path(config) if config else None)
 
 
+def _warn_of_slips(settings: RunSettings) -> None:
+    """Say what was probably meant otherwise: variables that are almost settings, and our options
+    behind the script. One that is given on both sides is meant as it stands."""
+    from everstep.settings import slips
+
+    for slip in slips(os.environ):
+        click.echo(f"everstep: warning: {slip}", err=True)
+    context = click.get_current_context()
+    ours = {
+        option: parameter.name
+        for parameter in context.command.params
+        if parameter.name is not None and isinstance(parameter, click.Option)
+        for option in parameter.opts
+        if option.startswith("--")
+    }
+    given = click.core.ParameterSource.COMMANDLINE
+    told = set()
+    for argument in settings.script.args:
+        option = argument.partition("=")[0].replace("_", "-")
+        if option == "--":
+            break
+        name = ours.get(option)
+        if name is None or option in told or context.get_parameter_source(name) is given:
+            continue
+        told.add(option)
+        click.echo(
+            f"everstep: warning: {option} stands after the script, so it goes to "
+            f"{settings.script.target}; options of everstep {context.info_name} stand before it",
+            err=True,
+        )
+
+
 def _run(settings: RunSettings, off: bool) -> int:
     from everstep.observe.console import ConsoleView
 
@@ -201,9 +243,7 @@ def _run(settings: RunSettings, off: bool) -> int:
         if off:
             from everstep.launch.plain import run_plain
 
-            click.echo(
-                "everstep: EVERSTEP=off - the script runs unprotected; a failure ends it", err=True
-            )
+            click.echo("everstep: EVERSTEP=off: this run is not protected", err=True)
             plain = run_plain(settings, view)
             if plain.text:
                 click.echo(f"everstep: {plain.text}", err=True)
@@ -220,10 +260,11 @@ def _run(settings: RunSettings, off: bool) -> int:
 def _print_dry_run(settings: RunSettings, sources: Mapping[str, Source], off: bool) -> None:
     """What would be run, where its output would go, and the settings that are not the default."""
     from everstep.launch.preflight import run_dir
+    from everstep.observe.narrate import counted
     from everstep.settings import SourceKind, written
 
     protection = "unprotected (EVERSTEP=off)" if off else "protected"
-    click.echo(f"would run, {protection}, on {settings.nproc_per_node} ranks:")
+    click.echo(f"would run, {protection}, on {counted(settings.nproc_per_node, 'rank')}:")
     click.echo(f"    {_command_line(settings.script)}")
     click.echo(f"journal and logs in {run_dir(settings)}")
     for name, source in sources.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import enum
 import functools
 import inspect
@@ -29,12 +28,15 @@ from typing import Any
 
 from everstep import chaos as faults
 from everstep.errors import UserError
+from everstep.spelling import nearest
 from everstep.wire.messages import ChaosSpec, ScriptSpec
 
 DEFAULT_FILE = "everstep.toml"
 ENVIRONMENT_PREFIX = "EVERSTEP_"
 RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 COLORS = ("auto", "always", "never")
+_OF_WORKERS = ("EVERSTEP_INCARNATION", "EVERSTEP_JOB")
+_SURE = 0.75  # how alike a variable must be to a setting's to have been meant for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,9 @@ class RunSettings:
     color: str = "auto"
     """`always`, `never`, or `auto`: color on a terminal, unless NO_COLOR is set. Others read what
     we print."""
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(RunSettings) if field.name != "script")
 
 
 class SourceKind(enum.StrEnum):
@@ -229,14 +234,26 @@ def protection_is_off(environ: Mapping[str, str]) -> bool:
 
 
 def strangers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the environment that begin like a setting's but are none, with the nearest one
-    or nothing."""
-    names = {environment_name(name): name for name in _types() if name != "script"}
+    """Variables of the environment that begin like a setting's but are none, with the variable that
+    may have been meant, or nothing. Those that everstep itself sets in its workers are left out."""
     found = {}
     for key in environ:
-        if key.startswith(ENVIRONMENT_PREFIX) and key not in names:
-            found[key] = next(iter(difflib.get_close_matches(key, names, n=1)), "")
+        name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name == key.lower() or key in _OF_WORKERS or name in _NAMES:
+            continue
+        meant = nearest(name, _NAMES, _SURE)
+        found[key] = environment_name(meant) if meant else ""
     return found
+
+
+def slips(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each variable of the environment that is no setting, but so close to one that
+    it must have been meant."""
+    return [
+        f"{key} in the environment is not a setting and has no effect; did you mean {meant}?"
+        for key, meant in strangers(environ).items()
+        if meant
+    ]
 
 
 def environment_name(name: str) -> str:
@@ -256,6 +273,11 @@ def descriptions() -> dict[str, str]:
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             found[field.target.id] = inspect.cleandoc(str(text.value.value))
     return found
+
+
+def first_sentence(text: str) -> str:
+    """A description's first sentence, in one line."""
+    return re.split(r"(?<=\S\.)\s", text, maxsplit=1)[0].replace("\n", " ")
 
 
 def written(value: Any) -> str:
@@ -286,21 +308,33 @@ def _read_file(toml_path: Path | None) -> tuple[Path, dict[str, Any]]:
         raise UserError(f"{path} can not be read: {error.strerror}; make it readable") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not TOML: {error}; correct it there") from error
-    _refuse_unknown(path, "table", document, ["run"])
+    _refuse_outside(path, document)
     table = document.get("run", {})
     if not isinstance(table, dict):
         raise UserError(f"{path}: run must be a table; write [run] on a line of its own")
-    _refuse_unknown(path, "setting", table, [name for name in _types() if name != "script"])
+    for key in table:
+        if key not in _NAMES:
+            meant = nearest(key, _NAMES)
+            advice = f"did you mean {meant!r}?" if meant else f"known are {', '.join(_NAMES)}"
+            raise UserError(f"{path}: {key!r} is not a setting; {advice}")
     return path, table
 
 
-def _refuse_unknown(path: Path, what: str, given: Mapping[str, Any], known: list[str]) -> None:
-    for key in given:
-        if key in known:
+def _refuse_outside(path: Path, document: Mapping[str, Any]) -> None:
+    """Refuse whatever stands outside of [run]."""
+    for key, value in document.items():
+        if key == "run":
             continue
-        nearest = difflib.get_close_matches(key, known, n=1)
-        advice = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
-        raise UserError(f"{path}: {key!r} is not a {what}; {advice}")
+        if isinstance(value, dict):
+            meant = "did you mean 'run'?" if nearest(key, ["run"]) else "the only one is 'run'"
+            raise UserError(f"{path}: {key!r} is not a table; {meant}")
+        if key in _NAMES:
+            raise UserError(
+                f"{path}: {key!r} stands outside of a table; put it under [run], a line of its own"
+            )
+        meant = nearest(key, _NAMES)
+        advice = f"did you mean {meant!r}, under [run]?" if meant else "settings stand under [run]"
+        raise UserError(f"{path}: {key!r} is not a setting; {advice}")
 
 
 def _first_given(

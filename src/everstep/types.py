@@ -9,6 +9,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+OLDEST_TORCH = (2, 8)
+"""The oldest version of torch that is supported: major, minor."""
+
 
 class Rung(enum.StrEnum):
     """A recovery level: who runs afterwards. From the cheapest to the dearest."""

@@ -134,6 +134,17 @@ run.protect(model=model, optimizer=optimizer)
         "run.protect(model=model, optimizer=torch.optim.LBFGS(model.parameters()))",
         "LBFGS",
     ),
+    "parameters changed between the steps": (
+        """
+run.protect(model=model, optimizer=optimizer)
+train = run.step(step)
+for batch in run.batches(until=5):
+    train(batch)
+    with torch.no_grad():
+        net.weight.clamp_(-1, 1).mul_(0.99)
+""",
+        "model/module.weight was changed between the steps",
+    ),
     "a result of once that is no data": ("run.once(lambda: print)", "only plain data"),
 }
 
@@ -155,6 +166,36 @@ def test_misuse_is_refused(case: str, tmp_path: Path) -> None:
     assert says in result.text, result.text
     assert "script.py" in result.text  # where in the script
     assert len(result.of("spawned")) == 1  # nobody tried it again
+
+
+@pytest.mark.slow
+def test_a_collective_in_the_body_is_named_and_not_done_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    body = """
+    run.protect(model=model, optimizer=optimizer)
+    train = run.step(step)
+    for batch in run.batches(until=8):
+        loss = train(batch)
+        torch.distributed.all_reduce(loss)
+    """
+    script.write_text(HEAD + textwrap.dedent(body))
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    clean = run_script(runs, script=script, nproc=2)
+    assert clean.exit_code == 0
+    assert [note["key"] for note in clean.of("note")].count(
+        "collective-outside"
+    ) == 2  # a rank each
+    faulted = run_script(
+        runs,
+        script=script,
+        nproc=2,
+        faults=("kill:rank=1,step=4,at=between",),
+        lift_budgets=False,
+    )
+    assert faulted.exit_code != 0
+    said = faulted.text + str(faulted.of("incident_cause")) + str(faulted.of("incident_opened"))
+    assert "collective (allreduce)" in said
 
 
 def test_replicas_that_differ_are_named(tmp_path: Path) -> None:

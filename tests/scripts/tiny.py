@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ parser.add_argument(
 )
 parser.add_argument("--updates", type=int, default=1, help="optimizer updates a step")
 parser.add_argument("--find-unused", action="store_true")
+parser.add_argument("--ema", action="store_true", help="average the weights after the update")
+parser.add_argument("--body-scheduler", action="store_true", help="step the schedule in the body")
 parser.add_argument("--tail", action="store_true", help="an all-reduce after the update")
 parser.add_argument("--item", action="store_true", help="return a number, not a tensor")
 parser.add_argument("--opaque", action="store_true", help="return what no local variable holds")
@@ -77,7 +80,15 @@ else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 6))
 data = run.data(batch_at) if args.function_data else run.data(Numbers(), batch_size=6, seed=3)
-run.protect(model=model, optimizer=optimizer, scheduler=scheduler, data=data)
+things: dict[str, Any] = {
+    "model": model,
+    "optimizer": optimizer,
+    "scheduler": scheduler,
+    "data": data,
+}
+if args.ema:
+    things["ema"] = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
+run.protect(**things)
 started = run.once(lambda: random.random())
 
 
@@ -100,7 +111,10 @@ def train_step(batch):  # type: ignore[no-untyped-def]
             inputs2 = torch.randn(6, 12)
             nn.functional.cross_entropy(model(inputs2), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        scheduler.step()
+        if not args.body_scheduler:
+            scheduler.step()
+        if args.ema:
+            things["ema"].update_parameters(net)
         if not args.zero_first:
             optimizer.zero_grad()
     if args.tail:
@@ -128,6 +142,8 @@ for batch in run.batches(until=args.steps):
     if args.linger and run.committed == args.steps - 1:
         time.sleep(args.linger)
     loss = train_step(batch)
+    if args.body_scheduler:
+        scheduler.step()
     run.state["sum"] = run.state.get("sum", 0.0) + (
         float(loss["twice"]) if args.opaque else float(loss)
     )

@@ -222,7 +222,7 @@ def test_solo_ddp_trains(solo: Communicators) -> None:
             assert one.grad is not None
             assert two.grad is not None
             torch.testing.assert_close(one.grad, two.grad)
-    assert solo.count > 0
+    assert solo.trace
 
 
 # ---------------------------------------------------------------- poisoned
@@ -384,7 +384,6 @@ def test_collectives_are_counted_and_told_before_their_launch(world: FakeWorld) 
     dist.barrier(async_op=True)
     assert told == [(0, 0), (1, 1), (2, 2)]
     assert world.communicators.trace == [("allreduce", 3), ("allreduce", 3), ("barrier", 0)]
-    assert world.communicators.count == 3
 
 
 def test_one_error_poisons_all_groups_frees_all_and_is_reported_once(world: FakeWorld) -> None:

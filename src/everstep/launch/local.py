@@ -145,6 +145,7 @@ def _started(settings: RunSettings, torch: str, hash_seed: str) -> dict[str, Any
         "world_size": settings.nproc_per_node,
         "script": settings.script.target,
         "args": settings.script.args,
+        "chaos": [spec.text for spec in settings.chaos],
         "torch": torch,
         "python": platform.python_version(),
         "everstep": __version__,

@@ -88,14 +88,15 @@ class _PlainJob:
         signal."""
         name = signal.Signals(number).name
         if self._asked_by is not None:
-            self._end(128 + self._asked_by, f"the run was asked to end by a second signal, {name}")
+            text = f"stopped by {name}, the second signal: what still ran was killed"
+            self._end(128 + self._asked_by, text)
             return
         self._asked_by = number
         for process in self._running.values():
             process.terminate()
-        self._loop.call_later(
-            self._settings.grace_s, self._end, 128 + number, f"the run was ended by {name}"
-        )
+        grace_s = self._settings.grace_s
+        text = f"stopped by {name}; what still ran after {grace_s:g} s was killed"
+        self._loop.call_later(grace_s, self._end, 128 + number, text)
 
     async def close(self) -> None:
         """Kill what still runs, reap it, read its output to the end."""
@@ -140,8 +141,11 @@ class _PlainJob:
             cause = processes.cause_of_exit(rank, status, "in a run without protection", "")
             self._end(cause.job_exit_code(), cause.text)
         elif not self._running:
-            asked_by = self._asked_by
-            self._end(0 if asked_by is None else 128 + asked_by, "")
+            if self._asked_by is None:
+                self._end(0, "")
+            else:
+                text = f"stopped by {signal.Signals(self._asked_by).name}"
+                self._end(128 + self._asked_by, text)
 
     def _unwatch(self, rank: int) -> None:
         fd = self._pidfds.pop(rank)

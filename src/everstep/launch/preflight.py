@@ -18,9 +18,8 @@ from pathlib import Path
 
 from everstep.errors import UserError
 from everstep.settings import RunSettings
+from everstep.types import OLDEST_TORCH
 from everstep.wire.messages import ScriptSpec
-
-OLDEST_TORCH = (2, 8)
 
 
 def check(settings: RunSettings) -> None:

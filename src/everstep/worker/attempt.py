@@ -27,6 +27,10 @@ class Attempt:
         """The gate let an update through."""
         self.sealed = False
         """It let the last update through: the capsule is out and stays as it is."""
+        self.unwound = False
+        """The function was left at a gate, so its update is not whole."""
+        self.torn = False
+        """Something was changed before the update that can't be put back."""
         self.undo: Undo | None = None
         self.fence: str | None = None
         """The fence, once agreed: "none" or "early"."""

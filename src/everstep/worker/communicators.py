@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, PeerError
 from everstep.worker.control import Stopped
 from everstep.worker.inner import Inner
 
@@ -99,10 +99,13 @@ class Communicators:
         self.stopped = -1
         self.solo = solo
         self.poisoned = False
+        self.replaying = False  # the loop's body runs again: peers have done its collectives
         self.touched = False  # whether a collective since the step's start was poisoned
         self.answer = Answer.RAISE
         self.error: BaseException | None = None
-        self.count = 0
+        self.bound = 0  # collectives a step may have once it is poisoned; 0: no bound
+        self.unwind: type[BaseException] = Stopped
+        self.on_outside: Callable[[str], None] | None = None
         self.before_launch: Callable[[int], None] | None = None
         self.trace: list[tuple[str, int]] = []
 
@@ -116,7 +119,19 @@ class Communicators:
         if self.before_launch is not None:
             self.before_launch(len(trace))
         trace.append((operation, elements))
-        self.count += 1
+        if self.poisoned and self.bound and len(trace) > self.bound:
+            raise self.unwind  # a loop that waits for what a poisoned collective never says
+
+    def outside(self, operation: str) -> None:
+        """A collective outside of steps is about to be launched. Raises PeerError where the loop's
+        body runs again in a replacement: its peers have done the collective and will not come."""
+        if self.replaying:
+            raise PeerError(
+                f"the loop's body called a collective ({operation}), which a replacement would "
+                "have to do again without its peers; move it into the step function"
+            )
+        if self.on_outside is not None:
+            self.on_outside(operation)
 
     def launched(self, guard: Guard) -> None:
         """A guard's inner operation is under way."""
@@ -125,6 +140,7 @@ class Communicators:
         if not guard.detached:
             self._running[key] = guard
         if self.poisoned:  # the stop came between the check and here, and did not see this guard
+            _abort(self._present())
             guard.release(poisoned=True)
 
     def ended(self, guard: Guard, error: BaseException | None) -> None:
@@ -146,19 +162,14 @@ class Communicators:
             if generation != self.generation or self.poisoned:
                 return
             self._poison(error)
-            inners = self._present()
-        _abort(inners)
         self._on_fault(generation, error)
 
     def hold(self, error: BaseException) -> None:
         """This rank's own attempt failed, and the agent has been told: garbage must not leave the
         process."""
         with self._lock:
-            if self.poisoned:
-                return
-            self._poison(error)
-            inners = self._present()
-        _abort(inners)
+            if not self.poisoned:
+                self._poison(error)
 
     def fail_build(self, error: BaseException) -> None:
         """The groups of the present generation could not be built: give up what there is of them,
@@ -173,15 +184,18 @@ class Communicators:
             self.stopped = max(self.stopped, generation)
             if generation < self.generation:
                 return
-            if not self.poisoned:
+            if self.poisoned:
+                _abort(self._present())
+            else:
                 self._poison(Stopped(generation))
             self._changed.notify_all()
-            inners = self._present()
-        _abort(inners)
 
     def _poison(self, error: BaseException) -> None:
+        """The connections are shut before any guard is opened: an opened guard's tensors are
+        filled, and gloo may still be sending from them to a peer that is clean."""
         self.poisoned = True
         self.error = error
+        _abort(self._present())
         for guard in list(self.open.values()):
             guard.release(poisoned=True)
 

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from everstep.wire import messages
 from everstep.wire.channel import BlockingChannel
 
 EXIT_ORPHAN = 111
+EXIT_DEAF = 113
 M = TypeVar("M")
 
 
@@ -71,7 +73,7 @@ class Control:
             if message is None:
                 os._exit(EXIT_ORPHAN)
             if isinstance(message, messages.Stop):
-                self._on_stop(message.generation)
+                self._stop(message.generation)
             with self._condition:
                 if isinstance(message, messages.Stop):
                     self.stopped = max(self.stopped, message.generation)
@@ -80,6 +82,14 @@ class Control:
                 else:
                     self._inbox.append(message)
                 self._condition.notify_all()
+
+    def _stop(self, generation: int) -> None:
+        try:
+            self._on_stop(generation)
+        except Exception:  # a worker that can't be stopped must not live on, deaf
+            traceback.print_exc()
+            os._exit(EXIT_DEAF)
+            raise
 
     def take(
         self,

@@ -63,9 +63,10 @@ class Entry:
             for name, b in (state.buffers() if learn_buffers or state.changing else ())
             if learn_buffers or name in state.changing
         }
-        self._buffer_digests = (
-            {name: digest_of([b]) for name, b in state.buffers()} if learn_buffers else {}
-        )
+        self._learns = learn_buffers
+        self._versions = 0 if learn_buffers else self._buffer_versions()
+        self._buffer_digests = self._digests()
+        self._gate_digests = self._buffer_digests
         self._gradients: list[_Gradient] = []
         for parameter in state.parameter_list:
             grad = parameter.grad
@@ -77,15 +78,46 @@ class Entry:
                 )
         self.had_gradients = bool(self._gradients)
 
-    def changed_buffers(self) -> tuple[str, ...]:
-        """Buffers that are not what they were at the entry. Only where `learn_buffers` was asked
-        for."""
-        return tuple(
+    def _digests(self) -> dict[str, str]:
+        return {n: digest_of([b]) for n, b in self._state.buffers()} if self._learns else {}
+
+    def at_gate(self) -> None:
+        """The update is about to begin: what a buffer is now, it was made before it."""
+        self._gate_digests = self._digests()
+
+    def learn_buffers(self) -> bool:
+        """The step is over: buffers that it changed before its update (BatchNorm's) belong to the
+        rank alone and travel in its capsule. Those that it changed after the update (an average of
+        the weights) are made from the state, so replicas hold them alike and peers have them; they
+        come too late for the capsule.
+
+        Returns whether a buffer changed that was not known to; only looked for by its version
+        where this entry does not learn, so that the next ones should."""
+        if not self._learns:
+            return self._versions != self._buffer_versions()
+        end = self._digests()
+        late = {name for name, digest in end.items() if digest != self._gate_digests[name]}
+        self._state.late |= late
+        early = {n for n, d in self._gate_digests.items() if d != self._buffer_digests[n]}
+        self._state.changing = tuple(
             name
-            for name, buffer in self._state.buffers()
-            if name in self._state.changing
-            or (name in self._buffer_digests and self._buffer_digests[name] != digest_of([buffer]))
+            for name, _ in self._state.buffers()
+            if name not in late and (name in early or name in self._state.changing)
         )
+        return False
+
+    def _buffer_versions(self) -> int:
+        if not self._state.has_buffers:
+            return 0
+        known = set(self._state.changing) | self._state.late
+        return sum(b._version for name, b in self._state.buffers() if name not in known)
+
+    def _changed_buffers(self) -> list[str]:
+        """Buffers of which `put_back` has work."""
+        if not self._learns:
+            return list(self._buffers)
+        now = self._digests()
+        return [name for name, digest in now.items() if digest != self._buffer_digests[name]]
 
     def carried(self) -> bool:
         """Whether the step added to gradients that were there at its entry, or zeroed them in
@@ -102,7 +134,7 @@ class Entry:
                     local(item.kept).copy_(local(item.copied))
                 item.parameter.grad = item.kept
             buffers = dict(self._state.buffers())
-            for name in self.changed_buffers():
+            for name in self._changed_buffers():
                 put(buffers[name], self._buffers[name])
         self._state.load_steering(self._steering)
 

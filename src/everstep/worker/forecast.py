@@ -19,6 +19,7 @@ from everstep.worker.attempt import Attempt
 from everstep.worker.capsule import Contents, ResultReader, encode_result
 from everstep.worker.runtime import Worker
 
+_BOUND_SLACK = 64
 _FIRST_STEP_BUFFER_BYTES = 8 << 20  # while it is not known which buffers change, larger ones wait
 
 
@@ -33,6 +34,11 @@ class Forecast:
         # last one; after a regroup DDP has some more once, so the fewest count.
         self._counts: deque[int] = deque([1], maxlen=4)
         self.wants_fence = False
+
+    def bound(self) -> int:
+        """How many collectives a poisoned step may launch before it is taken for a loop that waits
+        for an answer it can't get."""
+        return 2 * max(self._counts) + _BOUND_SLACK
 
     # ------------------------------------------------------------ in the step
 
@@ -49,11 +55,31 @@ class Forecast:
     def at_gate(self, attempt: Attempt) -> None:
         """The last update is about to pass."""
         attempt.gate_names = self._reader.locals()
-        if not attempt.rehearsal and (attempt.captured is None or attempt.captured.result is None):
+        if attempt.rehearsal:
+            return
+        captured = attempt.captured
+        if captured is None or captured.result is None:
             self.capture(attempt)
+        elif self._moved(attempt, captured):
+            self.wants_fence = True
+            self.capture(attempt)
+
+    def _moved(self, attempt: Attempt, captured: Contents) -> bool:
+        """Whether what belongs to the rank has changed since `captured`, its result aside."""
+        worker = self._worker
+        assert worker.state is not None
+        if not worker.values and not worker.state.changing and worker.log == captured.log:
+            return False
+        now = self._contents(attempt)
+        return (now.state, now.buffers, now.log) != (captured.state, captured.buffers, captured.log)
 
     def capture(self, attempt: Attempt) -> None:
         """Send the capsule as it is known now."""
+        attempt.captured_names = self._reader.locals() or attempt.captured_names
+        attempt.captured = self._contents(attempt)
+        self._send(attempt.captured)
+
+    def _contents(self, attempt: Attempt) -> Contents:
         worker = self._worker
         assert worker.state is not None
         names = self._reader.locals() or attempt.captured_names
@@ -63,17 +89,15 @@ class Forecast:
             for name, buffer in (worker.state.buffers() if changing or first else ())
             if name in changing or (first and buffer.nbytes <= _FIRST_STEP_BUFFER_BYTES)
         }
-        attempt.captured_names = names
-        attempt.captured = Contents(
+        return Contents(
             step=attempt.step,
             result=self._reader.predict(names),
             candidates=self._reader.candidates(names),
             buffers=buffers,
             state=codec.encode(worker.values, "run.state"),
-            log=worker.log,
+            log={step: dict(scalars) for step, scalars in worker.log.items()},
             fence=attempt.fence,
         )
-        self._send(attempt.captured)
 
     def _send(self, contents: Contents) -> None:
         payload = msgspec.msgpack.encode(contents)
@@ -89,10 +113,20 @@ class Forecast:
             self.capture(attempt)
         sent = attempt.captured
         assert sent is not None
-        if sent.result != encoded:
-            if sent.result is not None:
-                self._give_up()
-            self._send(msgspec.structs.replace(sent, result=encoded, candidates={}))
+        moved = self._moved(attempt, sent)
+        if moved and sent.result is not None:
+            self._worker.note(
+                "late-state",
+                "run.state, what was logged, or a buffer that is each rank's own changed in the "
+                "step after its update; should this rank die between the update and the step's "
+                "return, its replacement has the values from before. Change it before the update, "
+                "or after the step",
+            )
+        if sent.result is not None and sent.result != encoded:
+            self._give_up()
+        if moved or sent.result != encoded:
+            whole = self._contents(attempt) if moved else sent
+            self._send(msgspec.structs.replace(whole, result=encoded, candidates={}))
 
     def learn(self, attempt: Attempt, result: Any) -> None:
         """The function returned `result`: from which of its variables?"""

@@ -67,6 +67,8 @@ class OuterGroup(dist.ProcessGroup):
         if communicators.solo:
             alone()
             return Done(outputs, self._other)
+        if communicators.answer is Answer.RAISE:
+            communicators.outside(operation)
         keep = operation == "broadcast"
         generation = communicators.generation
         inner = self.inner

@@ -59,8 +59,8 @@ def _guarded(worker: Worker) -> int:
             _run_script(worker.spec.script)
         except SystemExit as leaving:
             code = _exit_code(leaving)
-            if code:
-                return code
+            if code or (_run is not None and _run.in_step):
+                return code  # 0 inside a step is a failure too: the agent sees an early exit
         if _run is not None:
             _run._finish()
         return 0
@@ -74,7 +74,7 @@ def _guarded(worker: Worker) -> int:
             messages.Raised(cause=Cause(kind=CauseKind.WORKER, text=text, exit_code=EXIT_REPLACE))
         )
         return EXIT_REPLACE
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         worker.control.send(messages.Raised(cause=exception_cause(error)))
         traceback.print_exc()
         return error.exit_code if isinstance(error, EverstepError) else 1

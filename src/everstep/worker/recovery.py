@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from everstep.errors import UserError
 from everstep.types import Decision, Holding, RankPlan
 from everstep.wire import messages
 from everstep.worker import transfer
@@ -63,6 +64,7 @@ class Recovery:
         not to. Blocks."""
         worker = self._worker
         settle = settle or _nothing
+        self._owed = None  # of an earlier generation: never to be obeyed
         while True:
             generation = worker.control.wait_stop(worker.communicators.generation, PATIENCE_S)
             worker.phase(Phase.PARKED)
@@ -129,6 +131,7 @@ class Recovery:
             return True
         if self._worker.communicators.poisoned:
             return False
+        assert regroup.generation == self._worker.communicators.generation
         self._settle(_nothing)
         return self._exchange(regroup)
 
@@ -137,6 +140,8 @@ class Recovery:
         job = _Exchange(self._worker, regroup, self.gradients)
         job.start()
         job.join()
+        if isinstance(job.error, UserError):
+            raise job.error
         if job.error is not None and not isinstance(job.error, transfer.ReceiptError):
             self._worker.communicators.fail(regroup.generation, job.error)
             return False

@@ -36,10 +36,21 @@ class Run:
         self._worker = worker
         self._step: Step | None = None
         self._once_calls: dict[str, int] = {}
+        self._looping = False
+        if dist.is_initialized():
+            raise UserError(
+                "torch.distributed is set up already; everstep.init() stands where "
+                "dist.init_process_group stood: remove that call"
+            )
         store = HashStore()  # c10d wants one; addresses travel through the control plane instead
         dist.init_process_group(
             BACKEND, store=store, rank=worker.spec.rank, world_size=worker.spec.world_size
         )
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step function is running, or was left by an exception."""
+        return self._step is not None and self._step.left_open
 
     # ------------------------------------------------------------ where this is
 
@@ -159,6 +170,12 @@ class Run:
             raise UserError(
                 "run.batches needs to know where batches come from; call run.data(...) first"
             )
+        if self._looping:
+            raise UserError(
+                "run.batches was called twice: a run has one loop, so that a replacement can find "
+                "its place in it; put epochs into it, by run.committed"
+            )
+        self._looping = True
         if until < 1:
             raise UserError(f"run.batches(until={until}): the last step must be 1 or more")
         return _Batches(self, until)
@@ -178,6 +195,7 @@ class Run:
         if worker.joining:
             worker.control.send(messages.Wait())
             step = worker.control.take(messages.Position, PATIENCE_S).step
+            worker.committed = step - 1  # what the step function sees while it rehearses
         else:
             if worker.communicators.poisoned:
                 self._step.recover_between()
@@ -195,6 +213,7 @@ class Run:
         if worker.closed or self._step is None or worker.state is None:
             return
         worker.phase(Phase.CLOSING)
+        worker.communicators.replaying = False
         while True:
             generation = worker.communicators.generation
             if not worker.communicators.poisoned:

@@ -22,17 +22,18 @@ import torch
 import xxhash
 
 from everstep.errors import UserError
-from everstep.worker import codec
+from everstep.worker import checks, codec
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a manifest. `near`: its device is that of the parameter it belongs to; else the
-    CPU."""
+    CPU. `trained`: a parameter that gets gradients."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     near: bool
+    trained: bool = False
 
 
 class Leaves(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +99,11 @@ class State:
         if not self.modules:
             raise UserError("protect() got no module: pass model=<your model, or its wrapper>")
         self.changing: tuple[str, ...] = ()
+        self.late: set[str] = set()
+        """Buffers that the step changes after its update: replicas that change."""
+        self.at_commit: Steering | None = None
+        """The steering as it was at the last commit: what peers are given."""
+        self.has_buffers = any(True for _ in self.buffers())
         self.parameter_list = [parameter for _, parameter in self.parameters()]
         self._check_updated_parameters_are_protected()
 
@@ -111,8 +117,11 @@ class State:
             )
         if isinstance(thing, torch.nn.Module):
             self.modules[name] = thing
+            for inner, extra in checks.extra_states(name, thing).items():
+                codec.encode(extra.state_dict(), f"the extra state of {inner}")
+                self.objects[inner] = extra
         elif isinstance(thing, torch.optim.Optimizer):
-            _refuse_unsupported(name, thing)
+            checks.refuse_unsupported(name, thing)
             self.optimizers[name] = thing
         elif isinstance(thing, (list, tuple)):
             for index, item in enumerate(thing):
@@ -142,6 +151,14 @@ class State:
                         f"protect(): parameter {index} of {name} belongs to no protected module, "
                         "so it would be lost with a rank; protect that module too"
                     )
+
+    def check_first_step(self) -> None:
+        """Right before the first step. Raises UserError for what was forgotten."""
+        checks.refuse_forgotten_scheduler(self.optimizers, self.objects)
+
+    def check_optimizer_state(self) -> None:
+        """After a first update. Raises UserError for state that would be lost."""
+        checks.refuse_lost_state(self.optimizers)
 
     # ------------------------------------------------------------ names
 
@@ -184,7 +201,13 @@ class State:
 
         def add(name: str, tensor: torch.Tensor, near: bool) -> None:
             stored = local(tensor.detach())
-            spec = Spec(name=name, dtype=str(stored.dtype), shape=tuple(stored.shape), near=near)
+            spec = Spec(
+                name=name,
+                dtype=str(stored.dtype),
+                shape=tuple(stored.shape),
+                near=near,
+                trained=tensor.requires_grad,
+            )
             found.append((spec, stored))
 
         for name, parameter in self.parameters():
@@ -221,10 +244,13 @@ class State:
             _load_groups(optimizer, codec.copy(steering.groups[name]))
         for name, thing in self.objects.items():
             thing.load_state_dict(codec.copy(steering.objects[name]))
+            if isinstance(thing, torch.amp.GradScaler):  # where it stood inside a step
+                thing._per_optimizer_states.clear()
 
-    def leaves(self) -> Leaves:
-        """The steering, and the scalars in optimizer state, as bytes."""
-        steering = self.steering()
+    def leaves(self, steering: Steering | None = None) -> Leaves:
+        """The steering (as it is now, if none is given) and the scalars in optimizer state, as
+        bytes."""
+        steering = steering or self.steering()
         values: dict[str, bytes] = {}
         for name, groups in steering.groups.items():
             values[f"{name}#groups"] = codec.encode(groups, f"param_groups of {name}")
@@ -290,6 +316,13 @@ class State:
                     parameter.grad = torch.zeros_like(parameter)
                 targets[grad.name] = local(parameter.grad)
         targets |= {name: local(t.detach()) for name, t in fixed.items() if name in wanted}
+        for name, parameter in self.parameters():
+            if name in wanted and wanted[name].trained != parameter.requires_grad:
+                raise UserError(
+                    f"requires_grad of {name} was changed on the running ranks after set-up; a "
+                    "replacement has it as the script sets it up, so it can't join. Freeze and "
+                    "unfreeze parameters before run.protect"
+                )
         for name, spec in wanted.items():
             target = targets.get(name)
             if (
@@ -349,19 +382,6 @@ class State:
         ]
         text = repr((names, sorted(self.optimizers), sorted(self.objects), data))
         return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-# They communicate or run the model again inside an update, where a failure can't be undone yet.
-_UNSUPPORTED_OPTIMIZERS = {"LBFGS", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
-
-
-def _refuse_unsupported(name: str, optimizer: torch.optim.Optimizer) -> None:
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if found := kinds & _UNSUPPORTED_OPTIMIZERS:
-        raise UserError(
-            f"protect({name}=...): {', '.join(found)} communicates, or runs the model, inside its "
-            "update; everstep can't undo that yet. Use an optimizer that does not"
-        )
 
 
 def digest_of(tensors: list[torch.Tensor], extra: bytes = b"") -> str:

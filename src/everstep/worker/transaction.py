@@ -35,6 +35,8 @@ from everstep.types import Decision
 from everstep.wire import messages
 from everstep.worker import codec, rng
 from everstep.worker.attempt import Attempt, Unwind
+from everstep.worker.batch import exchange
+from everstep.worker.between import Between
 from everstep.worker.capsule import Contents
 from everstep.worker.communicators import Answer
 from everstep.worker.entry import Entry, GradientPolicy, Undo
@@ -59,11 +61,14 @@ class Step:
         self._recovery = Recovery(worker)
         self._forecast = Forecast(worker, function)
         self._gradients = GradientPolicy()
+        self._between = Between(worker)
         self._attempt: Attempt | None = None
         self._updates = 1  # updates in a step, as learned
+        self._buffers_until = _LEARNING_STEPS  # up to which step buffers are looked at closely
         self._tail = False  # whether collectives follow the last update, as learned
         self._fence: str | None = None  # as agreed
         self.began = False
+        self.left_open = False  # the function was left by what ends the process
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
 
@@ -98,7 +103,10 @@ class Step:
             )
         if worker.joining:
             return self._join(args, kwargs)
+        if not self.began:
+            worker.communicators.on_outside = self._warn_of_collective
         self.began = True
+        self._between.at_begin(self._state, drawn.step)
         batch = drawn.batch
         while True:
             result, outcome = self._try(drawn.step, args, kwargs, batch)
@@ -106,9 +114,9 @@ class Step:
                 return result
             if outcome.step == drawn.step:
                 return self._resume(outcome)
+            assert outcome.step == drawn.step - 1, "ranks are never more than one step apart"
             fresh = worker.draw(drawn.step)
-            args = tuple(fresh.value if a is batch.value else a for a in args)
-            kwargs = {k: fresh.value if a is batch.value else a for k, a in kwargs.items()}
+            args, kwargs = exchange((args, kwargs), batch.value, fresh.value)
             batch = fresh
 
     def _try(self, step: int, args: Any, kwargs: Any, batch: Batch) -> tuple[Any, Outcome | None]:
@@ -124,21 +132,29 @@ class Step:
         try:
             self._agree(attempt)
             result = self._function(*args, **kwargs)
-            if not attempt.updates:
+            if not attempt.sealed:
                 self._gate(attempt, last=True)
         except Unwind:
-            pass
+            attempt.unwound = True
         except UserError:
-            if not worker.communicators.poisoned:
+            if self._clean():
+                self.left_open = True
                 raise  # misuse of everstep: doing it again would not help
+            attempt.unwound = True
         except Exception as failure:
             error = failure
+        except BaseException:
+            self.left_open = True
+            raise
         finally:
             self._end()
-        undone = attempt.undo is not None and worker.communicators.poisoned
-        if error is None and attempt.passed and not undone:
+        undone = attempt.undo is not None and not self._clean()
+        if error is None and attempt.passed and not (undone or attempt.unwound):
             return self._finish(attempt, result, samples)
         return None, self._failed(attempt, error, args, kwargs)
+
+    def _clean(self) -> bool:
+        return not self._worker.communicators.poisoned
 
     def _begin(self, step: int) -> Attempt:
         worker = self._worker
@@ -146,16 +162,18 @@ class Step:
         entry = Entry(
             self._state,
             copy_gradients=self._gradients.copies,
-            learn_buffers=step <= _LEARNING_STEPS,
+            learn_buffers=step <= self._buffers_until,
         )
         attempt = self._attempt = Attempt(step, entry, rehearsal=False)
         attempt.log = {step: dict(scalars) for step, scalars in worker.log.items()}
         attempt.values = codec.copy(worker.values)
         attempt.fence = self._fence
         communicators.trace.clear()
-        communicators.touched = False
+        communicators.touched = communicators.replaying = False
         communicators.answer = Answer.ZEROS
         communicators.before_launch = self._before_collective
+        communicators.unwind = Unwind
+        communicators.bound = self._forecast.bound()
         worker.faults.step = step
         worker.phase(Phase.STEP, step)
         rng.seed_all(worker.rng_key, step, "step")
@@ -165,7 +183,17 @@ class Step:
         self._attempt = None
         self._worker.faults.step = 0
         self._worker.communicators.before_launch = None
+        self._worker.communicators.bound = 0
         self._worker.communicators.answer = Answer.RAISE
+
+    def _warn_of_collective(self, operation: str) -> None:
+        self._worker.communicators.on_outside = None
+        self._worker.note(
+            "collective-outside",
+            f"a collective ({operation}) was called outside of the step function; it works, but if "
+            "a rank fails there or after it, the run can't go on. Move it into the step function, "
+            "before the update",
+        )
 
     # ------------------------------------------------------------ commit
 
@@ -182,7 +210,7 @@ class Step:
         self._forecast.settle(attempt, result)
         self._fence = attempt.fence
         log, worker.log = worker.log, {}
-        record = record_of(result, samples) if worker.spec.record else None
+        record = record_of(result, samples, log, worker.values) if worker.spec.record else None
         self._commit(attempt.step, log, record)
         if not self._recovery.advanced():
             # Stopped again while serving after an advance: this rank holds the step and keeps it.
@@ -193,6 +221,7 @@ class Step:
     def _commit(self, step: int, log: dict[int, dict[str, float]], record: bytes | None) -> None:
         worker = self._worker
         worker.committed = step
+        self._between.at_commit(self._state, step)
         worker.phase(Phase.BETWEEN)
         commit = messages.Commit(
             generation=worker.communicators.generation,
@@ -209,9 +238,17 @@ class Step:
         self._tail = len(self._worker.communicators.trace) > attempt.collectives
         self._gradients.learn(attempt.entry)
         self._recovery.gradients = self._gradients.copies
-        if attempt.step <= _LEARNING_STEPS:
-            self._state.changing = attempt.entry.changed_buffers()
+        if attempt.entry.learn_buffers() or attempt.step <= _LEARNING_STEPS:
+            self._buffers_until = max(self._buffers_until, attempt.step + _LEARNING_STEPS)
+        if attempt.step <= 1:  # the first step, or a rehearsal
             self._updates = max(1, attempt.updates)
+        elif attempt.updates > self._updates:
+            self._updates = attempt.updates
+            self._worker.note(
+                "more-updates",
+                f"step {attempt.step} made {attempt.updates} updates, more than the steps before; "
+                "from now on a copy of the state is taken in each step, so that they can be undone",
+            )
 
     # ------------------------------------------------------------ the gate
 
@@ -219,13 +256,15 @@ class Step:
         if self._attempt is not None:
             self._forecast.before_collective(self._attempt, index)
 
-    def _before_update(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         attempt = self._attempt
         if attempt is None:
             return
+        self._check_update(optimizer, args, kwargs)
         attempt.updates += 1
         if attempt.rehearsal:
             self._forecast.at_gate(attempt)
+            attempt.entry.at_gate()
             attempt.collectives = len(self._worker.communicators.trace)
             return
         last = attempt.updates >= self._updates
@@ -234,6 +273,18 @@ class Step:
         self._gate(attempt, last=last)
         self._worker.phase(Phase.UPDATE)
         self._worker.faults.fire("optimizer")
+
+    def _check_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if all(optimizer is not known for known in self._state.optimizers.values()):
+            raise UserError(
+                f"a {type(optimizer).__name__} that is not protected updates in the step: its "
+                "state would be lost with a rank; name it in run.protect(...)"
+            )
+        if any(callable(value) for value in [*args[1:], *kwargs.values()]):
+            raise UserError(
+                "optimizer.step(closure) runs the model inside the update, where a failure can't "
+                "be undone; call backward() before it, and step() without a closure"
+            )
 
     def _after_update(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._attempt is not None and self._attempt.passed:
@@ -246,6 +297,13 @@ class Step:
         communicators.drain()
         worker.phase(Phase.FENCE)
         broken = communicators.touched
+        if not attempt.passed:
+            attempt.torn |= self._between.changed_since_commit(self._state, attempt.step)
+        if not broken and not communicators.trace and worker.spec.world_size > 1:
+            raise UserError(
+                f"step {attempt.step} made no collective, so ranks could drift apart and could not "
+                "be brought back together; accumulate micro-batches inside one step function"
+            )
         if last and not broken:
             self._forecast.at_gate(attempt)
         worker.faults.fire("fence")
@@ -261,6 +319,7 @@ class Step:
                 attempt.outcome = outcome
                 raise Unwind
         attempt.passed, attempt.sealed = True, last
+        attempt.entry.at_gate()
         attempt.collectives = len(communicators.trace)
         communicators.touched = False
         communicators.answer = Answer.NANS if attempt.undo is None else Answer.ZEROS
@@ -310,7 +369,7 @@ class Step:
             worker.communicators.hold(error)
         if attempt.step == 1:
             return self._recovery.run(torn=True, settle=lambda: self._relearn(args, kwargs))
-        torn = attempt.passed and attempt.undo is None
+        torn = attempt.torn or (attempt.passed and attempt.undo is None)
         return self._recovery.run(torn=torn, settle=lambda: self._put_back(attempt))
 
     def _relearn(self, args: Any, kwargs: Any) -> None:
@@ -350,12 +409,14 @@ class Step:
         log: dict[int, dict[str, float]] = {}
         if capsule is not None:
             self._fence = capsule.fence or self._fence
+        if capsule is not None and capsule.step == outcome.step:
             self._take(capsule)
-            log = capsule.log if capsule.step == outcome.step else log
+            log = capsule.log
         worker.log = {}
         record = None
         if worker.spec.record:
-            record = record_of(result, samples_of(worker.draw(outcome.step)))
+            samples = samples_of(worker.draw(outcome.step))
+            record = record_of(result, samples, log, worker.values)
         self._commit(outcome.step, log, record)
         return result
 
@@ -364,7 +425,7 @@ class Step:
         buffers = dict(self._state.buffers())
         with torch.no_grad():
             for name, data in capsule.buffers.items():
-                if name in buffers:
+                if name in self._state.changing:
                     buffers[name].copy_(codec.decode(data))
         self._worker.values.clear()
         self._worker.values.update(codec.decode(capsule.state))
@@ -374,6 +435,7 @@ class Step:
         outcome = self._recovery.run(torn=True, passes=passes)
         self._worker.joining = False
         self.began = True
+        self._worker.communicators.replaying = True
         return self._resume(outcome)
 
     def _rehearse(self, args: Any, kwargs: Any) -> int:
@@ -408,6 +470,8 @@ class Step:
             return False
         finally:
             self._end()
+        if not attempt.updates:
+            attempt.entry.at_gate()
         self._learn(attempt)
         self._forecast.learn(attempt, result)
         return True

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, UserError
 from everstep.worker.codec import buffer_of, tensor_bytes
 from everstep.worker.state import Leaves, Spec, State, digest_of, put
 
@@ -104,12 +104,25 @@ def _receive_bytes(group: Any, source: int) -> bytes:
     return bytes(buffer_of(data))
 
 
+def _load(state: State, leaves: Leaves) -> None:
+    """Raises UserError where an object of the script's does not take its own state."""
+    try:
+        state.load_leaves(leaves)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"a protected object does not load the state that it gave on another rank: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) -> str:
     """Send every rank in `sinks` the stripe that it asks for. Returns the digest of the state held
     here."""
     replicas = state.replicas(gradients)
     tensors = [tensor for _, tensor in replicas]
-    leaves = state.leaves()
+    leaves = state.leaves(state.at_commit)
     digest = digest_of(tensors, leaves.digest())
     stream = Stream(tensors)
     for sink in sorted(sinks):
@@ -139,6 +152,16 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
     manifest, leaves = headers[0].manifest, headers[0].leaves
     assert manifest is not None and leaves is not None  # the first source always sends them
     targets = state.adopt(manifest)
+    if len({header.digest for header in headers}) > 1:
+        held = ", ".join(
+            f"rank {s}: {h.digest[:12]}" for s, h in zip(sources, headers, strict=True)
+        )
+        disagreement = (
+            f"the ranks that hold the state do not hold the same ({held}): a copy is corrupt, or "
+            "they are no replicas"
+        )
+    else:
+        disagreement = ""
     stream = Stream(targets)
     if any(header.nbytes != stream.nbytes for header in headers):
         raise ReceiptError(
@@ -158,7 +181,10 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
             for start, data, work in arriving:
                 work.wait()
                 stream.write(start, data)
-    state.load_leaves(leaves)
+    if disagreement:  # only now: the sources have sent all, and none waits
+        raise ReceiptError(disagreement)
+    _load(state, leaves)
+    state.at_commit = state.steering()
     digest = digest_of(targets, state.leaves().digest())
     for source, header in zip(sources, headers, strict=True):
         if header.digest != digest:

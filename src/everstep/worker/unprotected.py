@@ -88,10 +88,13 @@ class PlainRun:
 
 
 def plain_run() -> PlainRun:
-    """The unprotected run of this process; says once, on rank 0, that it is one."""
+    """The unprotected run of this process; says once, on rank 0, that it is one, if
+    everstep's launcher has not."""
     global _run
     if _run is None:
         _run = PlainRun()
-        if _run.rank == 0:
+        # `EVERSTEP=off everstep run` has said so itself.
+        told = os.environ.get("EVERSTEP") == "off" and "EVERSTEP_RUN_ID" in os.environ
+        if _run.rank == 0 and not told:
             print("everstep: not under `everstep run`: this run is not protected", file=sys.stderr)
     return _run

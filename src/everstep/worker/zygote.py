@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from everstep.agent import processes
+from everstep.types import OLDEST_TORCH
 from everstep.wire.channel import FrameReader, encode
 from everstep.wire.messages import (
     Exited,
@@ -55,7 +56,7 @@ from everstep.worker.imports import top_imports
 
 Runner = Callable[[WorkerSpec, socket.socket], int]
 
-_OLDEST_TORCH = (2, 8)
+_WANTED = ".".join(map(str, OLDEST_TORCH))
 _FDS_PER_FORK = 3
 _END_DEADLINE_S = 5.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -233,8 +234,8 @@ def _import_own(name: str) -> object:
     except Exception as error:
         raise _CannotServeError(
             f"{name} cannot be imported by {sys.executable}: {type(error).__name__}: {error}; "
-            "install it there (pip install 'torch>=2.8') or start everstep with the Python that "
-            "has it"
+            f"install it there (pip install 'torch>={_WANTED}') or start everstep with the Python "
+            "that has it"
         ) from error
 
 
@@ -243,11 +244,10 @@ def _torch_version() -> str:
     old."""
     version = str(getattr(sys.modules.get("torch"), "__version__", ""))
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and tuple(int(part) for part in numbers.groups()) < _OLDEST_TORCH:
-        oldest = ".".join(str(part) for part in _OLDEST_TORCH)
+    if numbers and tuple(int(part) for part in numbers.groups()) < OLDEST_TORCH:
         raise _CannotServeError(
-            f"torch {version} is not supported; everstep needs {oldest} or newer: pip install -U "
-            f"'torch>={oldest}'"
+            f"torch {version} is not supported; everstep needs {_WANTED} or newer: pip install -U "
+            f"'torch>={_WANTED}'"
         )
     return version
 

@@ -1,0 +1,81 @@
+"""What the script does to protected state between two steps.
+
+A replacement enters the loop where its predecessor returned from the last committed step, with the
+state as it was then, and runs the loop's body again. So what travels must be the state *at the
+commit*. param_groups and schedulers are small: they are copied at each commit, so a body may step a
+scheduler. Tensors are not copied: a body that changes them (an average of the weights, a clipping)
+would be applied twice. That is looked for by digest after the first steps, and refused; later it is
+looked for by the tensors' versions, and said.
+"""
+
+from __future__ import annotations
+
+from everstep.errors import UserError
+from everstep.worker.runtime import Worker
+from everstep.worker.state import State, digest_of
+
+_DIGESTED_STEPS = 2
+
+
+class Between:
+    """Looks at the state at each commit, and at the start of the next step. Main thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._digests: dict[str, str] | None = None
+        self._versions = -1
+        self._begun = -1
+
+    def at_commit(self, state: State, step: int) -> None:
+        """`step` has just been committed."""
+        state.at_commit = state.steering()
+        if step <= _DIGESTED_STEPS:
+            state.check_optimizer_state()
+        self._digests = _digests(state) if step <= _DIGESTED_STEPS else None
+        self._versions = _versions(state)
+
+    def changed_since_commit(self, state: State, step: int) -> bool:
+        """Before the first update of `step`: whether the step itself has changed a parameter, which
+        can't be put back. Raises UserError in the first steps."""
+        if self._begun == _versions(state):
+            return False
+        text = (
+            "the step function changes a protected parameter before its update; should it have to "
+            "be done again, that would be done twice. Do it after the update"
+        )
+        if step <= _DIGESTED_STEPS:
+            raise UserError(text)
+        self._worker.note("changed-before-update", text)
+        return True
+
+    def at_begin(self, state: State, step: int) -> None:
+        """`step` is about to begin. Raises UserError where the script changed a tensor since the
+        commit, in the first steps."""
+        self._begun = _versions(state)
+        if step == 1:
+            state.check_first_step()
+        if self._digests is not None:
+            now = _digests(state)
+            changed = sorted(
+                name for name, digest in self._digests.items() if digest != now.get(name)
+            )
+            if changed:
+                raise UserError(f"{changed[0]} {_CHANGED.format(step=step - 1)}")
+        elif self._versions >= 0 and self._versions != self._begun:
+            self._worker.note("changed-between", f"a parameter {_CHANGED.format(step=step - 1)}")
+
+
+_CHANGED = (
+    "was changed between the steps, after step {step}: a replacement of this rank would change it "
+    "twice. Do it in the step function, after the update"
+)
+
+
+def _versions(state: State) -> int:
+    return sum(parameter._version for parameter in state.parameter_list)
+
+
+def _digests(state: State) -> dict[str, str]:
+    found = {spec.name: digest_of([tensor]) for spec, tensor in state.replicas()}
+    found |= {name: digest_of([buffer]) for name, buffer in state.buffers()}
+    return found

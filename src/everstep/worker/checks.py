@@ -1,0 +1,85 @@
+"""What can't be protected is refused by name, before anything is lost.
+
+Each check raises UserError, and says what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from everstep.errors import UserError
+
+# They communicate or run the model again inside an update, where a failure can't be undone yet.
+_UNSUPPORTED_OPTIMIZERS = {"LBFGS", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
+
+
+def refuse_unsupported(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Optimizers that communicate, or call back, inside their update."""
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if found := kinds & _UNSUPPORTED_OPTIMIZERS:
+        raise UserError(
+            f"protect({name}=...): {', '.join(found)} communicates, or runs the model, inside its "
+            "update; everstep can't undo that yet. Use an optimizer that does not"
+        )
+
+
+def refuse_lost_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    """Optimizer state that is not kept by parameter and name."""
+    for name, optimizer in optimizers.items():
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for key, entry in optimizer.state.items():
+            if id(key) not in own:
+                raise UserError(
+                    f"{name} keeps state under {key!r}, which is none of its parameters, so it "
+                    "would be lost with a rank; keep it in param_groups, or by parameter"
+                )
+            for inner in entry:
+                if not isinstance(inner, str) or "/" in inner or "#" in inner:
+                    raise UserError(
+                        f"{name} keeps state of a parameter under {inner!r}; only names without "
+                        "'/' and '#' are kept"
+                    )
+
+
+def refuse_forgotten_scheduler(
+    optimizers: Mapping[str, torch.optim.Optimizer], objects: Mapping[str, Any]
+) -> None:
+    """A scheduler that drives a protected optimizer and is not protected itself."""
+    driven = {id(getattr(thing, "optimizer", None)) for thing in objects.values()}
+    known = any(isinstance(thing, LRScheduler) for thing in objects.values())
+    for name, optimizer in optimizers.items():
+        scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+        if scheduled and id(optimizer) not in driven and not known:
+            raise UserError(
+                f"{name} has a learning-rate scheduler that is not protected: a replacement would "
+                "begin its schedule anew; name it in run.protect(..., scheduler=...)"
+            )
+
+
+class ExtraState:
+    """A module's `get_extra_state`, as an object with a state."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """The extra state, in a dictionary."""
+        return {"extra": self._module.get_extra_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give it back."""
+        self._module.set_extra_state(state["extra"])
+
+
+def extra_states(prefix: str, module: torch.nn.Module) -> dict[str, ExtraState]:
+    """The modules below `module` that have extra state, by name."""
+    base = torch.nn.Module.get_extra_state
+    return {
+        f"{prefix}/{name}".rstrip("/"): ExtraState(part)
+        for name, part in module.named_modules()
+        if type(part).get_extra_state is not base
+    }
