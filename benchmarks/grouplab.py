@@ -143,7 +143,10 @@ class Lab:
                 raise TimeoutError("no member said anything")
             for key, _ in ready:
                 rank = key.data
-                data = self.sockets[rank].recv(1 << 16)
+                try:
+                    data = self.sockets[rank].recv(1 << 16)
+                except ConnectionResetError:  # it left and had not read all
+                    data = b""
                 if not data:
                     sock = self.sockets.pop(rank)
                     self._selector.unregister(sock)

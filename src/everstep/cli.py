@@ -184,12 +184,15 @@ def config_show(config: str | None) -> None:
 def report(run_dir: str) -> None:
     """Print what happened in the run whose directory (or journal) is RUN_DIR, folded from its
     journal. For a directory of runs: which there are."""
-    from everstep.observe.report import report_at
+    from everstep.observe.report import JOURNAL_FILE, report_run
+    from everstep.observe.runs import list_runs
     from everstep.observe.screen import Screen
     from everstep.settings import resolve
 
     settings, _ = resolve({}, os.environ)
-    report_at(Path(run_dir), Screen(sys.stdout, settings.color))
+    path, screen = Path(run_dir), Screen(sys.stdout, settings.color)
+    if (path / JOURNAL_FILE).exists() or not list_runs(path, screen):
+        report_run(path, screen)
 
 
 def _resolve(options: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Source]]:

@@ -149,12 +149,13 @@ class CoordinatorShell:
         """A person or the system wants the job to end."""
         self._feed(events.StopAsked(signal=signal))
 
-    def died(self, rank: int, incarnation: int, cause: Cause) -> None:
+    def died(self, rank: int, incarnation: int, cause: Cause, *, before_kill: bool = False) -> None:
         """A worker is gone, its session killed and reaped, and all it had written has been given to
-        `message`."""
+        `message`. `before_kill`: it is known to have ended before `Effects.kill` could reach it."""
         member = (rank, incarnation)
         cause = final_cause(cause, self._raised.pop(member, None), self._fired.pop(member, None))
-        self._feed(events.Died(rank=rank, incarnation=incarnation, cause=cause))
+        died = events.Died(rank=rank, incarnation=incarnation, cause=cause, before_kill=before_kill)
+        self._feed(died)
 
     def message(self, rank: int, incarnation: int, message: FromWorker) -> None:
         """A worker said something."""
@@ -335,6 +336,9 @@ class CoordinatorShell:
             self._effects.send(rank, incarnation, message)
 
     def _capsule(self, rank: int, plan: Plan) -> bytes | None:
+        """The newest capsule of `rank` that is not newer than the plan's step. It may be older than
+        that step: the worker then takes nothing from it but the fence that the job has agreed on,
+        and knows so by the capsule's own step."""
         if plan.ranks[rank].decision is not Decision.FETCH:
             return None
         kept = self._capsules.get(rank, {})
@@ -384,20 +388,27 @@ def _plain_event(rank: int, incarnation: int, message: FromWorker) -> events.Eve
             )
         case messages.Wait():
             return events.Waiting(rank=rank, incarnation=incarnation)
-        case messages.Park(generation=generation, holding=holding):
+        case messages.Park(generation=generation, holding=holding, rehearsed_passes=passes):
             return events.Parked(
-                rank=rank, incarnation=incarnation, generation=generation, holding=holding
-            )
-        case messages.Built(generation=generation):
-            return events.Regrouped(rank=rank, incarnation=incarnation, generation=generation)
-        case messages.Receipt(generation=generation, ok=ok, text=text, nbytes=nbytes):
-            return events.Restored(
                 rank=rank,
                 incarnation=incarnation,
                 generation=generation,
-                ok=ok,
-                text=text,
-                nbytes=nbytes,
+                holding=holding,
+                rehearsed_passes=passes,
+            )
+        case messages.Built(generation=generation):
+            return events.Regrouped(rank=rank, incarnation=incarnation, generation=generation)
+        case messages.Receipt():
+            return events.Restored(
+                rank=rank,
+                incarnation=incarnation,
+                generation=message.generation,
+                ok=message.ok,
+                text=message.text,
+                nbytes=message.nbytes,
+                sources=message.sources,
+                digest=message.digest,
+                at_s=message.t,
             )
         case messages.Close(generation=generation, step=step):
             return events.Closing(

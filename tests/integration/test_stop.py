@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import threading
 import time
 import warnings
@@ -285,3 +286,55 @@ def test_descriptors_and_threads_stay_flat_over_thirty_stops() -> None:
         for rank, text in held.items():
             before, now = text[1:-1].split(") (")
             assert before == now, f"rank {rank}: descriptors and threads"
+
+
+# ---------------------------------------------------------------- nothing false gets out
+
+LEAK_ROUNDS = 20
+
+
+def _summing(me: Member) -> None:
+    me.join()
+    draw = random.Random(me.rank)
+    for generation in range(LEAK_ROUNDS):
+        communicators = me.communicators
+        communicators.answer = Answer.ZEROS
+        tensor = torch.full((1 << 22,), float(me.rank + 1))
+        dist.barrier()
+        communicators.touched = False
+        stopper = None
+        if me.rank == 1:  # alone, at some moment of the all-reduce
+            stopper = threading.Timer(draw.random() * 0.03, communicators.stop, (generation,))
+            stopper.start()
+        dist.all_reduce(tensor)
+        communicators.drain()
+        wrong = int((tensor != 6).sum())
+        me.say("ended", "poisoned" if communicators.touched else f"clean, {wrong} wrong")
+        if stopper is not None:
+            stopper.join()
+        me.recover(generation)
+        me.say("ready")
+    me.say("done")
+    _until_hung_up(me)
+
+
+def test_a_stopped_rank_never_sends_what_it_was_filled_with() -> None:
+    """A peer whose collective ends well has the true sum, though another rank was stopped in
+    the middle of sending: the connections are shut before its tensors are filled."""
+    ended: list[str] = []
+    generation = done = 0
+    with Lab(3, _quietly(_summing)) as lab:
+        for rank, key, text in lab.notes():
+            if key == "ended":
+                ended.append(text)
+                if rank == 1:
+                    # The others go on by themselves first: whatever they get, they get from peers.
+                    grace = threading.Timer(0.15, lab.stop, (generation,))
+                    grace.start()
+                    generation += 1
+            done += key == "done"
+            if done == 3:
+                lab.stop(END)
+        grace.join()
+    assert len(ended) == 3 * LEAK_ROUNDS
+    assert {text for text in ended if text != "poisoned"} <= {"clean, 0 wrong"}

@@ -84,8 +84,15 @@ class Driver:
     def commit(self, rank: int, step: int) -> list[do.Action]:
         return self.tell(ev.Committed(**self.here(rank), step=step, at_s=self.now_s))
 
-    def die(self, rank: int, cause: Cause | None = None, incarnation: int | None = None) -> None:
-        self.tell(ev.Died(**self.who(rank, incarnation), cause=cause or killed()))
+    def die(
+        self,
+        rank: int,
+        cause: Cause | None = None,
+        incarnation: int | None = None,
+        before_kill: bool = False,
+    ) -> None:
+        who = self.who(rank, incarnation)
+        self.tell(ev.Died(**who, cause=cause or killed(), before_kill=before_kill))
 
     def fault(self, rank: int, step: int, cause: Cause) -> None:
         self.tell(ev.Faulted(**self.here(rank), step=step, cause=cause))
@@ -129,9 +136,9 @@ class Driver:
         if any(position.rank == rank for position in self.got(do.SendPosition)):
             self.park(rank, 0, torn=True)
 
-    def restored(self, rank: int, ok: bool = True, text: str = "") -> None:
-        who, generation = self.who(rank), self.generation
-        self.tell(ev.Restored(**who, generation=generation, ok=ok, text=text, nbytes=10))
+    def restored(self, rank: int, ok: bool = True, text: str = "", **more: Any) -> None:
+        here = self.here(rank)
+        self.tell(ev.Restored(**here, ok=ok, text=text, nbytes=10, **more))
 
     def regroup(self) -> None:
         for rank in self.ranks:

@@ -4,6 +4,7 @@ answers."""
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,10 +16,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.unit import journals
 
 from everstep import __version__, cli
+from everstep.errors import UserError
 from everstep.launch import preflight
 from everstep.settings import RunSettings
+from everstep.types import OLDEST_TORCH
+from everstep.worker import zygote
 
 SOURCES = Path(cli.__file__).parent.parent
 HELP_BAR_MS = 150
@@ -163,7 +168,7 @@ def test_off_runs_unprotected_and_says_so_once(
 ) -> None:
     monkeypatch.setenv("EVERSTEP", "off")
     result = everstep("run", "train.py")
-    assert result.output.count("runs unprotected") == 1
+    assert result.output.count("EVERSTEP=off: this run is not protected") == 1
     assert [function for function, _ in backend.called] == ["run_plain"]
 
 
@@ -260,6 +265,20 @@ def test_versions_of_torch(
         assert f"torch {version} is not supported" in refused("run", "train.py")
 
 
+def test_launcher_and_zygote_refuse_the_same_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    major, minor = OLDEST_TORCH
+    torch = ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    torch.__version__ = f"{major}.{minor}.0"  # type: ignore[attr-defined]
+    preflight.check_torch(zygote._torch_version())
+    torch.__version__ = old = f"{major}.{minor - 1}.9"  # type: ignore[attr-defined]
+    wanted = re.escape(f"{major}.{minor} or newer")
+    with pytest.raises(zygote._CannotServeError, match=wanted):
+        zygote._torch_version()
+    with pytest.raises(UserError, match=wanted):
+        preflight.check_torch(old)
+
+
 def test_no_torch_at_all(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_torch_version", lambda: None)
     assert "torch is not installed" in refused("run", "train.py")
@@ -286,6 +305,7 @@ def test_a_dry_run_shows_what_would_be_and_starts_nothing(backend: Backend) -> N
         "run", "--dry-run", "--nproc-per-node", "2", "--run-id", "one", "train.py", "--lr", "a b"
     )
     assert result.exit_code == 0
+    assert "on 2 ranks:" in result.output
     assert f"{sys.executable} train.py --lr 'a b'" in result.output
     assert "nproc_per_node = 2  (argument --nproc-per-node)" in result.output
     assert "everstep-runs/one" in result.output
@@ -345,3 +365,76 @@ def test_prove_refuses_what_can_never_be_proved() -> None:
 
 def test_a_report_on_nothing_is_refused() -> None:
     assert "no such journal" in refused("report", "nothing")
+
+
+def test_one_rank_is_no_ranks(backend: Backend) -> None:
+    assert "on 1 rank:" in everstep("run", "--dry-run", "train.py").output
+
+
+def test_config_show_ends_no_sentence_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = everstep("config", "show").output.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("quiet = "))
+    assert " ".join(line.strip() for line in lines[at + 1 : at + 3]) == (
+        "Show neither the workers' output nor the live line; incidents and the summary stay."
+    )
+    assert all(len(line) <= 60 for line in lines if line.startswith("    "))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (["train.py", "--nproc-per-node", "2"], ["--nproc-per-node"]),
+        (["train.py", "--nproc_per_node=2", "--nproc-per-node=3"], ["--nproc-per-node"]),
+        (["train.py", "--chaos", "x", "--quiet"], ["--chaos", "--quiet"]),
+        (["--config", "a.toml", "train.py", "--config", "b.yaml"], []),
+        (["train.py", "--", "--nproc-per-node", "2"], []),
+        (["train.py", "--lr", "3", "-m"], []),
+    ],
+)
+def test_our_options_behind_the_script_are_warned_of(
+    arguments: list[str], warned: list[str], backend: Backend
+) -> None:
+    Path("a.toml").write_text("")
+    result = everstep("run", *arguments)
+    assert result.exit_code == 0
+    lines = [line for line in result.stderr.splitlines() if "warning" in line]
+    assert [line.split()[2] for line in lines] == warned
+    assert all("goes to train.py; options of everstep run stand before it" in one for one in lines)
+    assert len(backend.called) == 1
+
+
+def test_a_slip_in_the_environment_is_warned_of(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_NPROC", "4")
+    result = everstep("run", "train.py")
+    assert "EVERSTEP_NPROC in the environment is not a setting" in result.stderr
+    assert "did you mean EVERSTEP_NPROC_PER_NODE?" in result.stderr
+
+
+def test_a_report_takes_a_run_its_journal_and_a_directory_of_runs() -> None:
+    for run_id, records in [("one", journals.clean("one")), ("two", journals.begin("two"))]:
+        run_dir = Path("everstep-runs", run_id)
+        run_dir.mkdir(parents=True)
+        journals.write(run_dir / "journal.jsonl", records)
+    Path("everstep-runs/bad").mkdir()
+    Path("everstep-runs/bad/journal.jsonl").write_text("no journal\n")
+    told = [everstep("report", f"everstep-runs/one{end}") for end in ("", "/", "/journal.jsonl")]
+    assert told[0].output.startswith("everstep run one: finished")
+    assert {result.output for result in told} == {told[0].output}
+    listed = everstep("report", "everstep-runs")
+    assert listed.exit_code == 0
+    head, columns, *rows, advice = listed.output.splitlines()
+    assert (head, columns.split()) == (
+        "everstep-runs holds 3 runs:",
+        ["started", "run", "steps", "ended"],
+    )
+    assert "can not be read" in rows[0]
+    assert [row.split()[2:5] for row in rows[1:]] == [
+        ["one", "8", "finished"],
+        ["two", "0", "its"],
+    ]
+    assert advice == "next: everstep report everstep-runs/two"
+    Path("empty").mkdir()
+    assert "no such journal" in refused("report", "empty")

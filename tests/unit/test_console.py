@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.unit import journals
 
+import everstep
 from everstep.observe.console import ConsoleView
 from everstep.observe.narrate import Narrator
 from everstep.settings import RunSettings
@@ -247,6 +248,17 @@ def test_further_failures_and_notes() -> None:
     ]
 
 
+UNCAUGHT = [
+    "Traceback (most recent call last):",
+    f'  File "{Path(everstep.__file__).parent}/worker/process.py", line 59, in _guarded',
+    "    _run_script(worker.spec.script)",
+    '  File "<frozen runpy>", line 291, in run_path',
+    '  File "train.py", line 7, in <module>',
+    "    main()",
+    "ValueError: boom",
+]
+
+
 def view_on(stderr: io.StringIO, **settings: Any) -> tuple[ConsoleView, io.StringIO, io.StringIO]:
     stdout = io.StringIO()
     return ConsoleView(RunSettings(**settings), stdout, stderr), stdout, stderr
@@ -429,3 +441,31 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
         view.output(0, 1, "stdout", "nor this")
         view.output(0, 1, "stderr", "but this")
     assert stderr.getvalue() == "[rank0] but this\n"
+
+
+def test_without_a_live_line_the_run_is_named_at_its_start() -> None:
+    header = {"t": 0.0, "event": "journal", "run_id": "one"}
+    settings: dict[str, Any] = {"run_id": "one", "nproc_per_node": 2, "log_dir": "runs"}
+    view, _, stderr = view_on(io.StringIO(), **settings)
+    view.record(header)
+    assert stderr.getvalue() == "everstep: run one on 2 ranks, kept in runs/one\n"
+    view, _, stderr = view_on(Terminal(), **settings)
+    view.record(header)
+    assert stderr.getvalue() == ""
+
+
+def test_a_traceback_that_all_ranks_end_with_is_shown_once() -> None:
+    view, _, stderr = view_on(io.StringIO())
+    for lines in zip(*[[(rank, line) for line in UNCAUGHT] for rank in (0, 1)], strict=True):
+        for rank, line in lines:
+            view.output(rank, 1, "stderr", line)
+    view.output(1, 2, "stderr", UNCAUGHT[0])  # cut off
+    view.close()
+    assert stderr.getvalue().splitlines() == [
+        "[rank0] Traceback (most recent call last):",
+        '[rank0]   File "train.py", line 7, in <module>',
+        "[rank0]     main()",
+        "[rank0] ValueError: boom",
+        "[rank1] ValueError: boom (its traceback is above)",
+        "[rank1.2] Traceback (most recent call last):",
+    ]

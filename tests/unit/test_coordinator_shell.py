@@ -140,13 +140,37 @@ CAUSE = Cause(kind=CauseKind.SIGNAL, text="killed", signal=9, detail="last outpu
         ),
         (m.Wait(), ev.Waiting(rank=1, incarnation=2)),
         (
-            m.Park(generation=3, holding=Holding(committed=4), t=1.0),
-            ev.Parked(rank=1, incarnation=2, generation=3, holding=Holding(committed=4)),
+            m.Park(generation=3, holding=Holding(committed=4), t=1.0, rehearsed_passes=2),
+            ev.Parked(
+                rank=1,
+                incarnation=2,
+                generation=3,
+                holding=Holding(committed=4),
+                rehearsed_passes=2,
+            ),
         ),
         (m.Built(generation=3, t=1.0), ev.Regrouped(rank=1, incarnation=2, generation=3)),
         (
-            m.Receipt(generation=3, ok=False, t=1.0, text="differs", nbytes=6),
-            ev.Restored(rank=1, incarnation=2, generation=3, ok=False, text="differs", nbytes=6),
+            m.Receipt(
+                generation=3,
+                ok=False,
+                t=1.0,
+                text="differs",
+                nbytes=6,
+                sources=(0, 2),
+                digest="ab",
+            ),
+            ev.Restored(
+                rank=1,
+                incarnation=2,
+                generation=3,
+                ok=False,
+                text="differs",
+                nbytes=6,
+                sources=(0, 2),
+                digest="ab",
+                at_s=1.0,
+            ),
         ),
         (
             m.Close(generation=3, step=4),
@@ -170,10 +194,12 @@ def test_what_the_agent_says_becomes_an_event() -> None:
     case.shell.start()
     case.shell.stop_asked(15)
     case.shell.died(1, 2, CAUSE)
+    case.shell.died(0, 1, CAUSE, before_kill=True)
     assert case.core.seen == [
         ev.JobStarted(),
         ev.StopAsked(signal=15),
         ev.Died(rank=1, incarnation=2, cause=CAUSE),
+        ev.Died(rank=0, incarnation=1, cause=CAUSE, before_kill=True),
     ]
 
 

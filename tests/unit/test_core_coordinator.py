@@ -109,6 +109,72 @@ def test_before_the_first_commit_all_start_again_from_the_script() -> None:
     )
 
 
+CRASH = Cause(kind=CauseKind.SIGNAL, text="killed by SIGSEGV", signature="SIGSEGV", signal=11)
+
+
+@pytest.mark.parametrize(
+    ("cause", "before_kill"),
+    [
+        (CRASH, False),
+        (killed(), True),
+        (killed(fault="kill:rank=1,step=1"), False),
+        (raised(), False),
+        (early(), False),
+    ],
+    ids=["another signal", "dead before the kill", "on purpose", "raised", "exited"],
+)
+def test_a_death_behind_an_echo_is_shown_though_its_rank_was_to_be_killed(
+    cause: Cause, before_kill: bool
+) -> None:
+    driver = Driver(3, max_failures_without_progress=1)
+    driver.set_up()
+    driver.fault(0, 1, broken())
+    assert {kill.rank for kill in driver.got(do.Kill)} == {0, 1, 2}
+    driver.die(2)  # our kill
+    driver.die(1, cause, before_kill=before_kill)
+    driver.die(0)  # our kill, too
+    assert [line["rank"] for line in driver.journal("incident_cause")] == [1]
+    assert driver.generation == 1  # it was one failed attempt
+    driver.set_up()
+    driver.fault(2, 1, broken())
+    assert driver.ended.cause == cause
+    assert driver.ended.rank == 1
+
+
+def test_our_own_kills_are_no_causes_of_an_echo() -> None:
+    driver = Driver(2, max_failures_without_progress=1)
+    driver.set_up()
+    driver.fault(0, 1, broken())
+    driver.die(0)
+    driver.die(1)
+    driver.set_up()
+    driver.fault(0, 1, broken())
+    assert driver.ended.cause == broken()
+
+
+def test_a_crash_behind_an_echo_that_repeats_is_the_scripts() -> None:
+    driver = Driver(2)
+    driver.set_up()
+    for _ in range(2):
+        driver.fault(0, 1, broken())
+        driver.die(1, CRASH)
+        if not driver.got(do.End):
+            driver.die(0)
+            driver.set_up()
+    assert driver.ended.exit_code == 139
+    assert "same error twice" in driver.ended.text
+
+
+def test_one_that_crashes_before_it_is_killed_for_being_late_has_crashed() -> None:
+    driver = Driver(3, park_timeout_s=30.0, join_timeout_s=1000.0).running(4)
+    driver.die(1)
+    driver.park(0, 4)
+    driver.wait(30.0)
+    assert driver.one(do.Kill).rank == 2
+    driver.die(2, CRASH)
+    assert driver.journal("incident_cause")[0]["cause"]["signal"] == 11
+
+
 def test_a_dead_mans_commit_is_not_taken_for_the_new_worlds() -> None:
     driver = Driver(2)
     driver.set_up()
@@ -198,7 +264,7 @@ def test_respawn_from_the_death_to_the_first_commit() -> None:
         "step": 5,
         "steps_lost": 0,
     }
-    assert driver.events()[-12:-5] == [
+    assert driver.events()[-13:-6] == [
         "started",
         "parked",
         "parked",
@@ -207,7 +273,8 @@ def test_respawn_from_the_death_to_the_first_commit() -> None:
         "parked",
         "ready",
     ]
-    assert driver.events()[-5:] == ["planned", "regrouped", "restored", "step", "incident_closed"]
+    assert driver.events()[-6:-4] == ["planned", "regrouped"]
+    assert driver.events()[-4:] == ["receipt", "restored", "step", "incident_closed"]
     assert driver.journal("restored") == [{"incident": 1, "generation": 1, "nbytes": 40}]
 
 
@@ -414,6 +481,91 @@ def test_a_receipt_that_does_not_hold_makes_the_rank_torn() -> None:
     driver.regroup()
     driver.run_to(5, first=5)
     assert driver.journal("incident_closed")[0]["state_from"] == "peer"
+
+
+def fetch_badly(driver: Driver, step: int = 4) -> None:
+    """Rank 1 takes the state of `step` from ranks 0 and 2, and it is not theirs."""
+    sources = driver.one(do.SendRegroup).plan.ranks[1].sources
+    assert sources == (0, 2)
+    driver.restored(1, ok=False, text="digest ab, not cd", sources=sources)
+
+
+@pytest.mark.parametrize("unlimited", [False, True])
+def test_the_second_bad_receipt_of_a_rank_at_a_step_ends_the_job(unlimited: bool) -> None:
+    driver = Driver(3, unlimited=unlimited).running(4)
+    driver.die(1)
+    driver.park(0, 4)
+    driver.park(2, 4)
+    driver.join(1)
+    fetch_badly(driver)
+    for rank in driver.ranks:
+        driver.park(rank, 4)
+    assert not driver.got(do.End, everything=True)
+    fetch_badly(driver)
+    assert driver.ended.exit_code == 1
+    assert driver.ended.rank == 1
+    assert driver.ended.cause is not None
+    assert driver.ended.cause.kind is CauseKind.RECEIPT
+    assert driver.ended.text.startswith(
+        "rank 1's receipt of step 4, taken from ranks 0, 2, does not hold: digest ab, not cd. It "
+        "is the second time at this step, so the copies differ: those ranks are no replicas"
+    )
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 4), (1, 5)])
+def test_another_bad_receipt_is_no_repeat(rank: int, step: int) -> None:
+    driver = Driver(3, unlimited=True).running(4)
+    driver.die(1)
+    driver.park(0, 4)
+    driver.park(2, 4)
+    driver.join(1)
+    fetch_badly(driver)
+    for each in driver.ranks:
+        driver.park(each, 4)
+    driver.regroup()
+    if step == 5:
+        driver.run_to(5, first=5)
+    driver.die(rank)
+    for each in driver.ranks:
+        if each != rank:
+            driver.park(each, step)
+    driver.join(rank)
+    driver.restored(rank, ok=False, text="differs", sources=(2,))
+    assert not driver.got(do.End, everything=True)
+
+
+def test_each_fetch_leaves_its_receipt_in_the_journal() -> None:
+    driver = Driver(3).running(4)
+    driver.die(1)
+    driver.park(0, 4)
+    driver.park(2, 4)
+    driver.join(1)
+    driver.restored(0, digest="cd")  # a source has nothing to show
+    driver.restored(1, ok=False, text="differs", sources=(0, 2), digest="ab", at_s=9.5)
+    assert driver.journal("receipt") == [
+        {
+            "rank": 1,
+            "generation": 1,
+            "step": 4,
+            "sources": [0, 2],
+            "digest": "ab",
+            "nbytes": 10,
+            "ok": False,
+            "at_s": 9.5,
+        }
+    ]
+
+
+def test_how_often_a_joiner_rehearsed_is_in_the_journal() -> None:
+    driver = Driver(2).running(4)
+    driver.die(1)
+    driver.park(0, 4)
+    driver.start(1)
+    driver.protect(1)
+    driver.tell(ev.Waiting(**driver.who(1)))
+    torn = Holding(committed=0, torn=True)
+    driver.tell(ev.Parked(**driver.here(1), holding=torn, rehearsed_passes=2))
+    assert [line["rehearsed_passes"] for line in driver.journal("parked")] == [0, 2]
 
 
 def test_a_bad_receipt_counts_even_when_something_else_has_stopped_the_generation() -> None:

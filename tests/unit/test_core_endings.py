@@ -123,6 +123,45 @@ def test_one_that_closes_while_it_is_stopped_asks_again() -> None:
     assert driver.one(do.SendClosed).to == ((1, 2),)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_loops_that_end_at_different_steps_end_the_job(first: int) -> None:
+    driver = Driver(3).running(3)
+    if first == 0:
+        driver.close(0, 3)
+        driver.close(2, 3)
+        assert not driver.got(do.End)
+        driver.commit(1, 4)
+    else:
+        driver.commit(1, 4)
+        driver.close(1, 4)
+        assert not driver.got(do.End)
+        driver.close(0, 3)
+    assert driver.ended.exit_code == 2
+    early = "ranks 0, 2" if first == 0 else "rank 0"
+    assert driver.ended.text.startswith(
+        f"the ranks left their loops at different steps: {early} after step 3, but rank 1 has "
+        "made step 4. "
+    )
+
+
+def test_a_loop_that_is_left_before_the_commit_of_a_peer_is_heard_is_no_difference() -> None:
+    driver = Driver(2).running(2)
+    driver.commit(0, 3)
+    driver.close(0, 3)
+    driver.commit(1, 3)
+    driver.close(1, 3)
+    assert len(driver.one(do.SendClosed).to) == 2
+
+
+def test_a_second_loop_after_the_closing_fence_may_go_further() -> None:
+    driver = Driver(2).running(3)
+    close_all(driver, 3)
+    driver.run_to(5, first=4)
+    for rank in driver.ranks:
+        driver.finish(rank)
+    assert driver.ended.exit_code == 0
+
+
 def test_an_exit_before_the_end_is_a_failure_even_with_code_0() -> None:
     driver = Driver(2).running(3)
     driver.die(0, early())
@@ -338,19 +377,140 @@ def test_prove_lifts_the_budgets() -> None:
     assert not driver.got(do.End, everything=True)
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [raised(), early(), Cause(kind=CauseKind.EXIT, text="exited with code 3", exit_code=3)],
+    ids=lambda cause: str(cause.kind),
+)
+def test_the_repeat_rule_holds_without_budgets(cause: Cause) -> None:
+    driver = Driver(2, unlimited=True).running(4)
+    driver.die(1, cause)
+    recover(driver, 4, died=1)
+    assert not driver.got(do.End, everything=True)
+    driver.die(1, cause)
+    assert driver.ended.cause == cause
+    assert "same error twice" in driver.ended.text
+
+
+def replace_me() -> Cause:
+    return Cause(kind=CauseKind.WORKER, text="a group could not be dropped")
+
+
+@pytest.mark.parametrize("kind", [CauseKind.PEER, CauseKind.WORKER])
+def test_what_fails_twenty_times_in_a_row_ends_the_job_without_budgets(kind: CauseKind) -> None:
+    driver = Driver(2, unlimited=True).running(4)
+    for attempt in range(20):
+        assert not driver.got(do.End, everything=True), attempt
+        if kind is CauseKind.PEER:
+            driver.fault(1, 5, broken())
+            died = None
+        else:
+            driver.fault(1, 5, replace_me())
+            driver.die(1)
+            died = 1
+        if attempt < 19:
+            recover(driver, 4, died=died)
+    assert driver.ended.exit_code == 1
+    assert driver.ended.text.startswith("20 attempts in a row failed with no step committed")
+
+
+def test_a_joiner_that_never_gets_there_ends_the_job_without_budgets() -> None:
+    driver = Driver(2, unlimited=True).running(4)
+    driver.die(1)
+    driver.park(0, 4)
+    for _ in range(18):
+        driver.die(1)
+    assert not driver.got(do.End, everything=True)
+    driver.die(1)
+    assert "20 attempts in a row" in driver.ended.text
+
+
+def test_progress_and_faults_on_purpose_break_the_row() -> None:
+    driver = Driver(2, unlimited=True).running(4)
+    for step in range(5, 8):
+        for attempt in range(19):
+            driver.fault(1, step, broken())
+            recover(driver, step - 1)
+            assert not driver.got(do.End, everything=True), (step, attempt)
+        if step == 5:
+            driver.die(1, killed(fault="kill:rank=1,step=5"))
+            recover(driver, step - 1, died=1)
+        driver.run_to(step, first=step)
+
+
 # -------------------------------------------------------------------- other ends
 
 
 def test_lost_state_ends_the_job_and_says_what_would_have_kept_it() -> None:
     driver = Driver(2).running(4)
-    driver.die(0, raised("the first"))
+    first = replace(killed(), text="the first")
+    driver.die(0, first)
     driver.die(1)
-    assert driver.ended.exit_code == 1
-    assert driver.ended.cause == raised("the first")
+    assert driver.ended.exit_code == 137
+    assert driver.ended.cause == first
     assert driver.ended.text == (
         "the state of step 4 is lost: no process that held it is left. One more replica of every "
         "shard, or a durable checkpoint, would have kept it. First cause, rank 0 in step 5: "
         "the first"
+    )
+
+
+def test_no_replica_is_promised_against_an_error_of_the_script() -> None:
+    driver = Driver(3).running(4)
+    driver.die(2)
+    driver.die(1, raised("in evaluation"))
+    driver.die(0, raised("too"))
+    assert driver.ended.exit_code == 1
+    assert (driver.ended.rank, driver.ended.cause) == (1, raised("in evaluation"))
+    assert driver.ended.text == (
+        "the state of step 4 is lost: no process that held it is left. The script raised on ranks "
+        "0, 1, where the step could not be done again: after an update or outside the step "
+        "function. A replica runs the same lines; correct the error. First cause, rank 1 in step "
+        "5: in evaluation"
+    )
+
+
+def test_a_script_that_exits_on_all_ranks_is_named_too() -> None:
+    driver = Driver(2).running(4)
+    driver.die(0, early())
+    driver.die(1, raised())
+    assert "The script raised on rank 1 and exited on rank 0" in driver.ended.text
+    assert driver.ended.cause == early()
+
+
+def test_a_script_that_raises_after_its_update_on_all_ranks_is_named() -> None:
+    driver = Driver(2).running(4)
+    driver.fault(1, 5, raised())
+    driver.fault(0, 5, raised())
+    driver.park(0, 4, torn=True)
+    driver.park(1, 4, torn=True)
+    assert "is torn on ranks 0, 1" in driver.ended.text
+    assert "The script raised on ranks 0, 1" in driver.ended.text
+    assert (driver.ended.rank, driver.ended.cause) == (1, raised())
+
+
+def test_an_error_of_an_attempt_that_is_over_is_not_what_lost_the_state() -> None:
+    driver = Driver(2).running(4)
+    driver.fault(1, 5, raised())
+    recover(driver, 4)
+    driver.die(0)
+    driver.die(1)
+    assert "One more replica" in driver.ended.text
+
+
+def test_an_error_on_purpose_is_not_the_scripts() -> None:
+    driver = Driver(2).running(4)
+    driver.die(0, raised(fault="raise:rank=0,step=5"))
+    driver.die(1)
+    assert "One more replica" in driver.ended.text
+
+
+def test_one_rank_is_told_to_become_two() -> None:
+    driver = Driver(1).running(4)
+    driver.die(0)
+    assert driver.ended.text.startswith(
+        "the state of step 4 is lost: no process that held it is left. With one rank there is no "
+        "second copy: use --nproc-per-node 2 or more. First cause, rank 0 in step 5"
     )
 
 

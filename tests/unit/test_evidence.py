@@ -149,3 +149,18 @@ def test_what_can_not_be_compared_is_said(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text('{"rank": 0, "st')
     with pytest.raises(EvidenceError, match="can not be read"):
         evidence.read(tmp_path)
+
+
+def test_exact_floats_are_shown_with_their_decimal_form() -> None:
+    one, other = (1.0 / 3).hex(), (-0.1).hex()
+    left, right = ([line(1, 0, [["torch.float32", bits]])] for bits in (one, other))
+    text = difference(made_of(left), made_of(right))
+    assert f'"{one} (0.3333333333333333)"' in text
+    assert f'"{other} (-0.1)"' in text
+    left, right = ([line(1, 0, bits)] for bits in ((0.0).hex(), "nan"))
+    assert '"0x0.0p+0 (0.0)" against "nan"' in difference(made_of(left), made_of(right))
+
+
+def test_a_run_that_recorded_no_value_is_silent() -> None:
+    assert made_of([line(1, 0, []), line(1, 1, [])]).silent
+    assert not made_of([line(1, 0, []), line(1, 1)]).silent

@@ -298,3 +298,23 @@ def test_the_environment_is_put_back_after_an_error(
     with pytest.raises(IndexError):
         proof.prove()
     assert "PYTHONHASHSEED" not in os.environ
+
+
+def test_a_proof_that_a_person_stops_ends_with_the_signal_s_code(proof: Proof) -> None:
+    run = proof.runs[0]
+    run.exit_code, run.text = 130, "the job was asked to end by SIGINT"
+    run.records = [*run.records[:-1], *journals.end(5.2, 130, run.text)]
+    assert proof.prove() == 130
+    assert "the clean-1 run was stopped by SIGINT" in proof.said
+    assert "failed" not in proof.said
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_script_that_records_nothing_gets_a_hint(silent: bool, proof: Proof) -> None:
+    if silent:
+        for run in proof.runs:
+            for line in run.trace:
+                line["record"]["value"] = []
+    assert proof.prove() == 0
+    assert ("train_step returned nothing and logged nothing" in proof.said) is silent
+    assert ("every returned value" in proof.said) is not silent

@@ -71,7 +71,7 @@ def test_a_failure_shows_its_first_cause_with_the_traceback_first(tmp_path: Path
         "",
     ]
     assert "everstep run one: failed (exit code 1)" in lines
-    assert "  incidents  1 (1 stop), 0 steps lost" in lines
+    assert "  incidents  1 (1 stop), 4 committed steps gone with the job" in lines
     assert "correct the cause" in lines[-1]
 
 
@@ -168,3 +168,56 @@ def test_a_cause_is_said_once(text: str, said: str, tmp_path: Path) -> None:
     first, second = reported(tmp_path, records)[:2]
     assert first == "everstep: the first cause: rank 2: ValueError: boom in step 5"
     assert second == said
+
+
+def test_before_the_first_commit_nothing_is_gone(tmp_path: Path) -> None:
+    opened = journals.opened(1.5, step=1)
+    ended = journals.end(2.0, exit_code=137, cause=journals.cause())
+    lines = reported(tmp_path, [*journals.begin(), opened, *ended])
+    assert "  incidents  1 (1 stop), 0 steps lost" in lines
+
+
+@pytest.mark.parametrize(("code", "name"), [(130, "SIGINT"), (143, "SIGTERM"), (129, "SIGHUP")])
+def test_a_run_that_a_person_stopped_has_not_failed(code: int, name: str, tmp_path: Path) -> None:
+    text = f"the job was asked to end by {name}"
+    lines = reported(tmp_path, [*journals.begin(), *journals.end(2.0, exit_code=code, text=text)])
+    assert lines[0] == f"everstep run one: stopped by {name}"
+    assert lines[-1] == f"  next       everstep report {tmp_path} says this again"
+    assert not any("failed" in line or "correct" in line for line in lines)
+
+
+def test_a_worker_that_was_killed_is_no_stop(tmp_path: Path) -> None:
+    ended = journals.end(2.0, exit_code=137, cause=journals.cause())
+    assert "everstep run one: failed (exit code 137)" in reported(
+        tmp_path, [*journals.begin(), *ended]
+    )
+
+
+def test_faults_that_never_fired_are_named(tmp_path: Path) -> None:
+    never = "raise:rank=0,step=90"
+    records = journals.killed_and_recovered()
+    records[1]["chaos"] = [journals.FAULT, never, journals.FAULT]
+    lines = reported(tmp_path, records)
+    assert f"  faults     never fired: {never}; {journals.FAULT}" in lines
+    (tmp_path / "journal.jsonl").unlink()
+    assert not any("never fired" in line for line in reported(tmp_path, records[:-1]))
+    records[1]["chaos"] = [journals.FAULT]
+    (tmp_path / "journal.jsonl").unlink()
+    assert not any("never fired" in line for line in reported(tmp_path, records))
+
+
+def test_a_traceback_is_shown_without_the_frames_that_lead_to_the_script(tmp_path: Path) -> None:
+    worker = Path(report.__file__).parents[1] / "worker" / "process.py"
+    detail = [
+        "Traceback (most recent call last):",
+        f'  File "{worker}", line 59, in _guarded',
+        "    _run_script(worker.spec.script)",
+        '  File "<frozen runpy>", line 291, in run_path',
+        '  File "train.py", line 7, in <module>',
+        "    main()",
+        "ValueError: boom",
+    ]
+    cause = journals.cause(kind="exception", text="ValueError: boom", detail="\n".join(detail))
+    ended = journals.end(2.0, exit_code=1, text="ValueError: boom", cause=cause)
+    lines = reported(tmp_path, [*journals.begin(), *ended])
+    assert lines[1:5] == [f"    {detail[index]}" for index in (0, 4, 5, 6)]

@@ -169,7 +169,11 @@ def test_types_of_the_file(line: str, says: str) -> None:
         ("[run]\nzzz = 4\n", "'zzz' is not a setting; known are"),
         ("[run]\nscript = 'train.py'\n", "'script' is not a setting"),
         ("[rum]\nx = 4\n", "'rum' is not a table; did you mean 'run'"),
-        ("nproc_per_node = 4\n", "'nproc_per_node' is not a table"),
+        ("[zzz]\nx = 4\n", "'zzz' is not a table; the only one is 'run'"),
+        ("[run]\nnproc = 4\n", "'nproc' is not a setting; did you mean 'nproc_per_node'?"),
+        ("nproc_per_node = 4\n", "'nproc_per_node' stands outside of a table; put it under [run]"),
+        ("nproc = 4\n", "'nproc' is not a setting; did you mean 'nproc_per_node', under [run]?"),
+        ("zzz = 4\n", "'zzz' is not a setting; settings stand under [run]"),
         ("run = 4\n", "run must be a table"),
         ("[run\n", "is not TOML"),
     ],
@@ -263,3 +267,37 @@ def test_the_reference_has_every_setting_with_its_default_and_text() -> None:
         default = "-" if value in ("", ()) else f"`{module.written(value)}`"
         row = f"| `{name}` | {default} | {' '.join(text.split())} |"
         assert name == "script" or row in rows
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("EVERSTEP_NPROC", "EVERSTEP_NPROC_PER_NODE"),
+        ("EVERSTEP_GRACE", "EVERSTEP_GRACE_S"),
+        ("EVERSTEP_LOGDIR", "EVERSTEP_LOG_DIR"),
+        ("EVERSTEP_HOME", None),
+        ("EVERSTEP_LOG_DIR", None),
+        ("EVERSTEP_JOB", None),
+        ("EVERSTEP_INCARNATION", None),
+        ("OTHER_NPROC", None),
+    ],
+)
+def test_a_variable_that_is_almost_a_setting_is_warned_of(variable: str, meant: str | None) -> None:
+    warnings = module.slips({variable: "x"})
+    assert len(warnings) == (meant is not None)
+    assert all(variable in one and f"did you mean {meant}?" in one for one in warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("Up to 64 of a-z . _ -. Made from\nthe date.", "Up to 64 of a-z . _ -."),
+        (
+            "Shows neither the one\nnor the other. torch too.",
+            "Shows neither the one nor the other.",
+        ),
+        ("One only.", "One only."),
+    ],
+)
+def test_the_first_sentence_is_whole(text: str, first: str) -> None:
+    assert module.first_sentence(text) == first

@@ -396,3 +396,36 @@ def test_a_worker_that_is_born_into_a_stop_stays_solo_until_its_rebuild() -> Non
 def test_tensors_of_nested_outputs() -> None:
     a, b = torch.ones(1), torch.ones(2)
     assert [t.numel() for t in tensors_of([[a, (b,)], None, [], b])] == [1, 2, 2]
+
+
+def test_connections_are_shut_before_a_tensor_is_filled() -> None:
+    """gloo may still be sending from it to a peer that is clean."""
+    world = FakeWorld()
+    group = world.group()
+    world.communicators.answer = Answer.ZEROS
+    tensor = torch.ones(2)
+    group.allreduce([tensor])
+    seen: list[list[float]] = []
+    abort = world.made[0].abort
+
+    def watched() -> None:
+        seen.append(tensor.tolist())
+        abort()
+
+    world.made[0].abort = watched  # type: ignore[method-assign]
+    world.communicators.stop(0)
+    assert seen[0] == [1.0, 1.0]
+    assert tensor.tolist() == [0.0, 0.0]
+
+
+def test_a_poisoned_loop_ends() -> None:
+    """It waits for what a poisoned collective never says."""
+    world = FakeWorld()
+    group = world.group()
+    world.communicators.answer = Answer.ZEROS
+    world.communicators.bound, world.communicators.unwind = 10, KeyError
+    world.communicators.stop(0)
+    for _ in range(10):
+        group.allreduce([torch.ones(1)])
+    with pytest.raises(KeyError):
+        group.allreduce([torch.ones(1)])

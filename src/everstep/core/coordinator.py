@@ -14,16 +14,17 @@ headway (a hang in a step shows only when a worker says that a collective timed 
 from __future__ import annotations
 
 from dataclasses import replace
+from signal import SIGKILL
 
 from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.agreement import joiner_disagreement
 from everstep.core.job import Job, Phase
-from everstep.core.ladder import Policy
+from everstep.core.ladder import Policy, is_echo
 from everstep.core.membership import Member, Status
 from everstep.core.settle import settle
-from everstep.core.words import name_signal, verb
-from everstep.types import Cause, CauseKind, Decision, Holding, Plan
+from everstep.core.words import name_ranks, name_signal, verb
+from everstep.types import Cause, CauseKind, Decision, Plan
 
 
 class Coordinator:
@@ -84,7 +85,7 @@ class Coordinator:
                 if member is None:
                     return
                 if isinstance(event, ev.Died):
-                    self._on_died(member, event.cause)
+                    self._on_died(member, event)
                 elif not member.doomed:
                     self._on_said(member, event)
 
@@ -123,15 +124,15 @@ class Coordinator:
                 job.committed[member.rank] = step
             case ev.Faulted():
                 self._on_faulted(member, event)
-            case ev.Parked(holding=holding) if job.phase is Phase.STOPPING:
-                self._on_parked(member, holding)
+            case ev.Parked() if job.phase is Phase.STOPPING:
+                self._on_parked(member, event)
             case ev.Regrouped() if job.phase is Phase.REGROUPING:
                 job.regrouped.add(member.rank)
             case ev.Restored() if job.plan is not None:
                 self._on_restored(member, event, job.plan)
-            case ev.Closing() if job.phase is not Phase.STOPPING:
+            case ev.Closing(step=step) if job.phase is not Phase.STOPPING:
                 # One that is stopped asks again after the regroup.
-                member.closing = True
+                member.left_at = step
                 if job.closed:
                     job.out.put(do.SendClosed(to=(member.identity,)))
 
@@ -157,35 +158,46 @@ class Coordinator:
         if hopeless and not member.doomed and job.phase is not Phase.ENDED:
             job.doom(member, f"it cannot go on: {event.cause.text}")
 
-    def _on_parked(self, member: Member, holding: Holding) -> None:
+    def _on_parked(self, member: Member, event: ev.Parked) -> None:
+        holding = event.holding
         if member.distrusted:
             holding = replace(holding, torn=True)
         member.status, member.holding, member.deadline_s = Status.PARKED, holding, None
-        self._job.out.parked(member, holding, self._job.generation)
+        passes = event.rehearsed_passes
+        self._job.out.parked(member, holding, self._job.generation, passes)
 
     def _on_restored(self, member: Member, event: ev.Restored, plan: Plan) -> None:
         """It may come after another failure has stopped the generation, and counts even then."""
         job = self._job
         member.distrusted = not event.ok
+        fetched = plan.ranks[member.rank].decision is Decision.FETCH
+        if fetched:
+            job.out.receipt(event, plan.step)
         if not event.ok:
-            text = f"rank {member.rank}'s receipt of step {plan.step} does not hold: {event.text}"
+            text = (
+                f"rank {member.rank}'s receipt of step {plan.step}, taken from "
+                f"{name_ranks(event.sources)}, does not hold: {event.text}"
+            )
             job.fail(member, plan.step + 1, Cause(kind=CauseKind.RECEIPT, text=text))
             return
         job.committed[member.rank] = plan.step
         job.restored[member.rank] = event.nbytes
-        if plan.ranks[member.rank].decision is Decision.FETCH and job.incident is not None:
+        if fetched and job.incident is not None:
             job.incident.fetched = True
 
-    def _on_died(self, member: Member, cause: Cause) -> None:
-        job = self._job
+    def _on_died(self, member: Member, event: ev.Died) -> None:
+        job, cause = self._job, event.cause
         step = job.step_of(member)
         job.membership.died(member.rank, member.incarnation)
-        news = member.doom if member.doomed else cause
-        if news is not None:
+        by_us = member.doomed and _is_our_kill(event)
+        news = member.doom if by_us else cause
+        if news is not None and (not member.doomed or member.doom is not None):
             job.fail(member, step, news)
+        elif not by_us and job.incident is not None and is_echo(job.incident.cause):
+            job.explain(member, step, cause)
         elif job.incident is not None and job.incident.cause.signature == cause.signature:
             # Killed for a peer's failure, it had met the same error by itself: it is in the script.
-            job.repeats.again(member.rank, step, cause)
+            job.repeated(member.rank, step, cause)
         if job.incident is not None:
             job.incident.respawned = True
 
@@ -241,3 +253,9 @@ class Coordinator:
             limit_s, what = job.policy.park_timeout_s, "worker has not parked within"
         text = f"rank {rank}'s {what} {limit_s:g} s of the stop, at step {job.step_of(member)}"
         job.doom(member, text, Cause(kind=CauseKind.TIMEOUT, text=text))
+
+
+def _is_our_kill(event: ev.Died) -> bool:
+    """Whether a process that we killed died of it, and not of what made us kill it: ours is
+    SIGKILL, on a process that still ran, and no fault on purpose that had just fired there."""
+    return event.cause.signal == SIGKILL and event.cause.fault is None and not event.before_kill

@@ -57,9 +57,11 @@ class Committed(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died(WorkerEvent):
-    """The process is gone and its whole session has been killed and reaped."""
+    """The process is gone and its whole session has been killed and reaped. `before_kill`: it is
+    known to have ended before any kill of ours could reach it."""
 
     cause: Cause
+    before_kill: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +83,11 @@ class Waiting(WorkerEvent):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked(WorkerEvent):
     """The worker stands still after `Stop(generation)` and holds `holding`. A joiner sends it once
-    it has rehearsed."""
+    it has rehearsed. `rehearsed_passes`: how many passes that took."""
 
     generation: int
     holding: Holding
+    rehearsed_passes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +102,17 @@ class Restored(WorkerEvent):
     """The worker has done its part of the plan of `generation`: served, fetched and checked its
     receipt, or kept.
 
-    `ok` False: the receipt did not match; `text` says how. `nbytes`: bytes fetched."""
+    `ok` False: the receipt did not match; `text` says how. `nbytes`: bytes fetched, from the ranks
+    `sources`; `digest`: of the state now held. `at_s`: when it was done, on the host's monotonic
+    clock; None where nobody knows."""
 
     generation: int
     ok: bool
     text: str = ""
     nbytes: int = 0
+    sources: tuple[int, ...] = ()
+    digest: str = ""
+    at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,13 @@ from everstep.core.ladder import Budget, Incident, Policy, Repeats
 from everstep.core.membership import Member, Membership, Status
 from everstep.core.outbox import Outbox
 from everstep.core.words import verb
-from everstep.types import Cause, Holding, Plan
+from everstep.types import Cause, CauseKind, Holding, Plan
+
+_COPIES_DIFFER = (
+    "the copies differ: those ranks are no replicas of each other, or a copy is corrupt. Look for "
+    "updates that depend on the rank (another seed, another batch without an all-reduce, buffers "
+    "changed by hand); if there are none, have this host's memory tested"
+)
 
 
 class Phase(enum.StrEnum):
@@ -83,9 +89,7 @@ class Job:
         """Take a cause that counts: remember it, stop or start again what runs, and end the job
         when it is one too many. `step`: the step that was under way where `member` stood."""
         rank = member.rank
-        if self.repeats.again(rank, step, cause):
-            text = f"rank {rank} failed in step {step} with the same error twice: {cause.text}"
-            self.end(cause.job_exit_code(), text, cause, rank)
+        if self.repeated(rank, step, cause):
             return
         opened_in = self.generation if self.incident is None else None
         if self.incident is None:
@@ -102,9 +106,33 @@ class Job:
                 self.start_again(f"rank {rank} failed before any step was committed")
             else:
                 self.stop()
+        if cause.fault is not None:
+            self.budget.on_purpose()
         spent = self.budget.exceeded()
         if spent is not None:
             self.end_incident(spent)
+
+    def explain(self, member: Member, step: int, cause: Cause) -> None:
+        """Take the cause behind an echo: the open incident has already stopped or started again all
+        that runs, and `member` with it, so nothing is to be done but to show it."""
+        assert self.incident is not None
+        if self.repeated(member.rank, step, cause):
+            return
+        self.incident.blame(member.rank, cause)
+        self.out.failed(self.incident, member, step, cause, None)
+        if cause.fault is not None:
+            self.budget.on_purpose()
+
+    def repeated(self, rank: int, step: int, cause: Cause) -> bool:
+        """Remember a cause; when it is one that no recovery helps against, end the job."""
+        if not self.repeats.again(rank, step, cause):
+            return False
+        if cause.kind is CauseKind.RECEIPT:
+            text = f"{cause.text}. It is the second time at this step, so {_COPIES_DIFFER}"
+        else:
+            text = f"rank {rank} failed in step {step} with the same error twice: {cause.text}"
+        self.end(cause.job_exit_code(), text, cause, rank)
+        return True
 
     def start_again(self, reason: str) -> None:
         """Nothing is committed: kill all that live. `settle` spawns each rank anew when its process
@@ -141,11 +169,13 @@ class Job:
 
     # ------------------------------------------------------------------ the end
 
-    def end_incident(self, text: str, exit_code: int | None = None) -> None:
+    def end_incident(
+        self, text: str, exit_code: int | None = None, show: tuple[int, Cause] | None = None
+    ) -> None:
         """End the job inside an incident: its first cause is shown, `text` says what it led to.
-        `exit_code`: None for the cause's own."""
+        `exit_code`: None for the cause's own. `show`: the rank and cause to show instead."""
         assert self.incident is not None
-        cause, rank = self.incident.cause, self.incident.rank
+        rank, cause = show or (self.incident.rank, self.incident.cause)
         first = f"First cause, rank {rank} in step {self.incident.step}: {cause.text}"
         code = cause.job_exit_code() if exit_code is None else exit_code
         self.end(code, f"{text.rstrip('.')}. {first}", cause, rank)

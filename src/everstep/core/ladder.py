@@ -8,7 +8,11 @@ attempt count once, since a node that takes eight ranks with it is one failure. 
 stands the repeat rule: the same error on the same rank at the same step twice will come a third
 time, because nothing that a recovery changes is its cause. It is the user's error, and the job ends
 with it. SIGKILL and SIGTERM come from outside and are no repeats; neither is a fault that was
-injected on purpose.
+injected on purpose. State that arrives at a rank twice and twice is not what its sources hold is
+judged alike: a third transfer would bring the same.
+
+Where the budgets are lifted (`everstep prove`) the repeat rule stays, and so does one last bound on
+attempts that fail with no fault on purpose: what fails that often by itself would fail for ever.
 
 What it doesn't know: time windows, back-off between attempts, and nodes; those budgets are still to
 come.
@@ -21,9 +25,13 @@ from dataclasses import dataclass, field
 from everstep.core.words import name_signal
 from everstep.types import Cause, CauseKind, Decision, Plan, Rung, StateFrom
 
-_REPEATABLE = frozenset({CauseKind.EXCEPTION, CauseKind.EXIT, CauseKind.EARLY_EXIT})
+_REPEATABLE = frozenset(
+    {CauseKind.EXCEPTION, CauseKind.EXIT, CauseKind.EARLY_EXIT, CauseKind.RECEIPT}
+)
 _REPEATABLE_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _ECHOES = frozenset({CauseKind.PEER, CauseKind.TIMEOUT})
+_BY_SCRIPT = frozenset({CauseKind.EXCEPTION, CauseKind.EXIT, CauseKind.EARLY_EXIT})
+_HOPELESS = 20  # failed attempts in a row with no commit and no fault on purpose: never "bad luck"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +67,15 @@ class Policy:
     than a second."""
 
     unlimited: bool = False
-    """Lift both budgets (`everstep prove`, which injects its faults). The repeat rule stays."""
+    """Lift both budgets (`everstep prove`, which injects its faults). The repeat rule stays, and 20
+    failed attempts in a row with neither a commit nor a fault on purpose still end the job."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
     """An open incident. `step`: the step that was under way. `cause`: the one to show, of `rank`; a
-    later one replaces it when the first was only an echo. `floor`: the step from which the ranks go
+    later one replaces it when the first was only an echo. `failed`: how each rank failed that did
+    so since all ranks last stood at one step, by rank. `floor`: the step from which the ranks go
     on; the first commit above it ends the incident. `respawned`: a process was replaced in it.
     `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps that all ranks had
     committed and that are done again."""
@@ -81,10 +91,11 @@ class Incident:
     rung: Rung = Rung.RETRY
     state_from: StateFrom = StateFrom.PROCESS
     reason: str = ""
+    failed: dict[int, Cause] = field(default_factory=dict)
 
     def blame(self, rank: int, cause: Cause) -> None:
-        """Take note of a further cause: it is shown instead of the first if the first was only its
-        echo."""
+        """Take note of a cause: it is shown instead of the first if the first was only its echo."""
+        self.failed[rank] = cause
         if is_echo(self.cause) and not is_echo(cause):
             self.rank, self.cause = rank, cause
 
@@ -93,12 +104,14 @@ class Incident:
         fetches = any(part.decision is Decision.FETCH for part in plan.ranks)
         self.floor = plan.step
         self.reason = plan.reason
+        self.failed.clear()
         self.rung = Rung.RESPAWN if self.respawned else Rung.RETRY
         self.state_from = StateFrom.PEER if fetches or self.fetched else StateFrom.PROCESS
 
     def start_again(self, reason: str) -> None:
         """Take note that all ranks start again from the script, since nothing is committed."""
         self.floor, self.reason = 0, reason
+        self.failed.clear()
         self.respawned = True
         self.rung, self.state_from = Rung.RESPAWN, StateFrom.SCRIPT
 
@@ -109,8 +122,15 @@ def is_echo(cause: Cause) -> bool:
     return cause.kind in _ECHOES
 
 
+def is_of_script(cause: Cause) -> bool:
+    """The script itself ended this rank's part: it raised, or it exited. Another replica would have
+    run the same lines."""
+    return cause.kind in _BY_SCRIPT and cause.fault is None
+
+
 def is_repeatable(cause: Cause) -> bool:
-    """An error that comes from the script, so that the same one twice means it will come again."""
+    """An error that no recovery changes the cause of, so that the same one twice means it will come
+    again."""
     if cause.fault is not None:
         return False
     if cause.kind is CauseKind.SIGNAL:
@@ -139,7 +159,29 @@ def _signature(cause: Cause) -> str:
     """What makes two causes of one kind the same error."""
     if cause.kind is CauseKind.SIGNAL:
         return str(cause.signal)
+    if cause.kind is CauseKind.RECEIPT:
+        return ""  # its text has digests, which need not come out alike
     return cause.signature or (f"exit code {cause.exit_code}" if cause.exit_code else cause.text)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Failed attempts since `clear`."""
+
+    stops: int = 0
+    lost_joiners: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many: ranks that fail together count once."""
+        return self.stops + max(self.lost_joiners.values(), default=0)
+
+    def joiner_lost(self, rank: int) -> None:
+        self.lost_joiners[rank] = self.lost_joiners.get(rank, 0) + 1
+
+    def clear(self) -> None:
+        self.stops = 0
+        self.lost_joiners.clear()
 
 
 @dataclass(slots=True)
@@ -148,13 +190,13 @@ class Budget:
 
     policy: Policy
     incidents: int = 0
-    _stops: int = 0
-    _lost_joiners: dict[int, int] = field(default_factory=dict)
+    _failed: _Attempts = field(default_factory=_Attempts)  # since the last commit by all ranks
+    _unforced: _Attempts = field(default_factory=_Attempts)  # and since the last fault on purpose
 
     @property
     def failures_without_progress(self) -> int:
         """Failed attempts since the last commit by all ranks."""
-        return self._stops + max(self._lost_joiners.values(), default=0)
+        return self._failed.count
 
     def opened(self) -> int:
         """Count an incident and return its number; 1 is the first."""
@@ -163,21 +205,28 @@ class Budget:
 
     def stopped(self) -> None:
         """Count a world that had to be stopped or started again."""
-        self._stops += 1
+        self._failed.stops += 1
+        self._unforced.stops += 1
 
     def joiner_lost(self, rank: int) -> None:
         """Count a replacement of `rank` that died before it joined."""
-        self._lost_joiners[rank] = self._lost_joiners.get(rank, 0) + 1
+        self._failed.joiner_lost(rank)
+        self._unforced.joiner_lost(rank)
+
+    def on_purpose(self) -> None:
+        """What has just been counted, or is still to show its cause, was a fault on purpose. Each
+        fires once, so this can't go on for ever."""
+        self._unforced.clear()
 
     def progress(self) -> None:
         """All ranks have committed a step."""
-        self._stops = 0
-        self._lost_joiners.clear()
+        self._failed.clear()
+        self._unforced.clear()
 
     def exceeded(self) -> str | None:
-        """Which budget is spent, in words; None while both hold."""
+        """Which budget is spent, in words; None while all hold."""
         if self.policy.unlimited:
-            return None
+            return self._hopeless()
         if self.incidents > self.policy.max_incidents:
             return (
                 f"the job has had {self.incidents} incidents, and "
@@ -189,3 +238,11 @@ class Budget:
                 f"by all ranks, and {self.policy.max_failures_without_progress} are allowed"
             )
         return None
+
+    def _hopeless(self) -> str | None:
+        if self._unforced.count < _HOPELESS:
+            return None
+        return (
+            f"{self._unforced.count} attempts in a row failed with no step committed by all ranks "
+            "and no fault on purpose among them; it will not pass by itself"
+        )

@@ -40,18 +40,18 @@ class Member:
     """One tenure of a rank.
 
     `joining`: it was spawned to join and has not yet been told to regroup; it holds no state.
-    `closing`: it left its loop and waits (or has waited) for the others. `finished`: its script
-    ended with code 0. `holding`: what it holds, while parked. `position`: the step a joiner was
-    told. `distrusted`: its last receipt did not match, so what it holds counts as torn.
-    `deadline_s`: by when it must do what its status waits for. `doom`: the cause that its death
-    stands for when we killed it for being late; None when its death is no news.
+    `left_at`: the step after which it left its loop; it waits (or has waited) for the others.
+    `finished`: its script ended with code 0. `holding`: what it holds, while parked. `position`:
+    the step a joiner was told. `distrusted`: its last receipt did not match, so what it holds
+    counts as torn. `deadline_s`: by when it must do what its status waits for. `doom`: the cause
+    that its death stands for when we killed it for being late; None when its death is no news.
     """
 
     rank: int
     incarnation: int
     joining: bool
     status: Status = Status.STARTING
-    closing: bool = False
+    left_at: int | None = None
     finished: bool = False
     holding: Holding | None = None
     position: int | None = None
@@ -63,6 +63,11 @@ class Member:
     def identity(self) -> tuple[int, int]:
         """(rank, incarnation), as actions name it."""
         return self.rank, self.incarnation
+
+    @property
+    def closing(self) -> bool:
+        """It has left its loop."""
+        return self.left_at is not None
 
     @property
     def doomed(self) -> bool:

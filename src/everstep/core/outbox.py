@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from everstep.core import actions as do
+from everstep.core.events import Restored
 from everstep.core.ladder import Incident
 from everstep.core.membership import Member
 from everstep.types import Cause, Holding, Record
@@ -48,7 +49,9 @@ class Outbox:
             )
         )
 
-    def parked(self, member: Member, holding: Holding, generation: int) -> None:
+    def parked(
+        self, member: Member, holding: Holding, generation: int, rehearsed_passes: int
+    ) -> None:
         """A worker stands still."""
         self.record(
             "parked",
@@ -59,6 +62,21 @@ class Outbox:
             torn=holding.torn,
             can_advance=holding.can_advance,
             joiner=member.joining,
+            rehearsed_passes=rehearsed_passes,
+        )
+
+    def receipt(self, restored: Restored, step: int) -> None:
+        """A rank has taken the state of `step`, and has compared it with its sources'."""
+        self.record(
+            "receipt",
+            rank=restored.rank,
+            generation=restored.generation,
+            step=step,
+            sources=list(restored.sources),
+            digest=restored.digest,
+            nbytes=restored.nbytes,
+            ok=restored.ok,
+            at_s=restored.at_s,
         )
 
     def failed(

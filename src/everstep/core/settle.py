@@ -9,16 +9,19 @@ What it doesn't know: which event has just been taken.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from everstep.core import actions as do
 from everstep.core.agreement import disagreement
 from everstep.core.job import Job, Phase
-from everstep.core.ladder import Incident
+from everstep.core.ladder import Incident, is_of_script
 from everstep.core.membership import Member, Status
 from everstep.core.restore import Lost, plan
-from everstep.core.words import verb
-from everstep.types import Plan
+from everstep.core.words import name_ranks, verb
+from everstep.types import Cause, CauseKind, Plan
 
 _KEPT_BY = "One more replica of every shard, or a durable checkpoint, would have kept it."
+_ALONE = "With one rank there is no second copy: use --nproc-per-node 2 or more."
 
 
 def settle(job: Job) -> None:
@@ -31,6 +34,7 @@ def settle(job: Job) -> None:
         _settle_regroup(job)
     if job.phase in (Phase.RUNNING, Phase.STOPPING, Phase.REGROUPING):
         _settle_steps(job)
+        _refuse_unequal_loops(job)
     if job.phase is Phase.RUNNING:
         _settle_end(job)
 
@@ -88,7 +92,7 @@ def _spawn_vacant(job: Job, *, joining: bool) -> None:
 def _settle_stop(job: Job) -> None:
     survivors = job.membership.survivors()
     if not survivors:
-        _fall_back(job, "no process that held it is left")
+        _fall_back(job, "no process that held it is left", range(job.world_size))
         return
     _spawn_vacant(job, joining=True)
     if any(member.status is not Status.PARKED for member in survivors):
@@ -99,24 +103,45 @@ def _settle_stop(job: Job) -> None:
     held = {member.rank: member.holding for member in survivors}
     outcome = plan([held.get(rank) or job.nothing(rank) for rank in range(job.world_size)])
     if isinstance(outcome, Lost):
-        _fall_back(job, outcome.reason)
+        held_by = [rank for rank, said in job.protected.items() if said.shard in outcome.shards]
+        _fall_back(job, outcome.reason, held_by)
     elif outcome.step == 0:
-        _fall_back(job, "no living rank holds a committed step")
+        _fall_back(job, "no living rank holds a committed step", range(job.world_size))
     else:
         _place_joiners(job, outcome.step)
         if job.membership.all_are(Status.PARKED):
             _regroup(job, outcome)
 
 
-def _fall_back(job: Job, reason: str) -> None:
+def _fall_back(job: Job, reason: str, held_by: Iterable[int]) -> None:
     """No living copy is left. What only some ranks had committed is made again from the script; a
-    step that all had committed is lost, and no fresh start may hide it."""
+    step that all had committed is lost, and no fresh start may hide it. `held_by`: the ranks that
+    had what is missing."""
+    assert job.incident is not None
     if job.recorded == 0:
         job.start_again(f"{reason}, and no step was committed by all ranks")
         _settle_setup(job)
+        return
+    lost = f"the state of step {max(job.committed)} is lost: {reason}"
+    failed = job.incident.failed
+    of_script = [rank for rank in failed if rank in set(held_by) and is_of_script(failed[rank])]
+    if of_script:
+        first = of_script[0]
+        job.end_incident(f"{lost}. {_ended_by(of_script, failed)}", show=(first, failed[first]))
     else:
-        text = f"the state of step {max(job.committed)} is lost: {reason}. {_KEPT_BY}"
-        job.end_incident(text)
+        job.end_incident(f"{lost}. {_ALONE if job.world_size == 1 else _KEPT_BY}")
+
+
+def _ended_by(ranks: list[int], failed: Mapping[int, Cause]) -> str:
+    """That the script itself ended these ranks, so that no replica would have helped."""
+    raised = [rank for rank in ranks if failed[rank].kind is CauseKind.EXCEPTION]
+    exited = [rank for rank in ranks if rank not in raised]
+    said = [f"raised on {name_ranks(raised)}"] if raised else []
+    said += [f"exited on {name_ranks(exited)}"] if exited else []
+    return (
+        f"The script {' and '.join(said)}, where the step could not be done again: after an update "
+        "or outside the step function. A replica runs the same lines; correct the error"
+    )
 
 
 def _place_joiners(job: Job, step: int) -> None:
@@ -148,7 +173,7 @@ def _regroup(job: Job, chosen: Plan) -> None:
     for member in members:
         member.status, member.holding, member.joining = Status.REGROUPING, None, False
         # A rank that waits for the closing fence asks again, unless the fence has opened.
-        member.closing = member.closing and job.closed
+        member.left_at = member.left_at if job.closed else None
     to = tuple(member.identity for member in members)
     job.out.put(do.SendRegroup(generation=job.generation, plan=chosen, to=to))
 
@@ -189,6 +214,29 @@ def _settle_steps(job: Job) -> None:
     while job.recorded < done:
         job.recorded += 1
         job.out.record("step", step=job.recorded, generation=job.generation)
+
+
+def _refuse_unequal_loops(job: Job) -> None:
+    """End at once when a rank has left its loop before a step that another has made: the rest of
+    the script would run on ranks that stand at different steps. Once all have left together the
+    script may begin another loop."""
+    left_at = {m.rank: m.left_at for m in job.membership.members() if m.left_at is not None}
+    made = [max(step, left_at.get(rank, 0)) for rank, step in enumerate(job.committed)]
+    newest = max(made)
+    early = {rank: step for rank, step in left_at.items() if step < newest}
+    if job.closed or not early:
+        return
+    left = ", ".join(
+        f"{name_ranks(rank for rank in early if early[rank] == step)} after step {step}"
+        for step in sorted(set(early.values()))
+    )
+    ahead = [rank for rank, step in enumerate(made) if step == newest]
+    text = (
+        f"the ranks left their loops at different steps: {left}, but {verb(ahead, 'has', 'have')} "
+        f"made step {newest}. Every rank must make the same steps: give run.batches the same "
+        "`until` on all, and leave the loop early on all of them or on none"
+    )
+    job.end(2, text, None, min(early))
 
 
 def _settle_end(job: Job) -> None:

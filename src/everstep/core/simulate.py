@@ -6,7 +6,8 @@ in first out on each channel, as on a socket. Faults are placed by counting even
 between two of them is a place to die, also in the middle of a recovery. After every event the
 coordinator's invariants are checked, and with them what only an onlooker can see: one incarnation
 of a rank acts in one generation, generations rise, a committed step stays, and the state after
-step k is the same on whoever holds it, whenever it was made. The same seed gives the same run.
+step k is the same on whoever holds it, whenever it was made; and each rank's script is given the result
+result of each step once, whoever ran it. The same seed gives the same run.
 
 What it doesn't know: real processes, sockets, time, and more than one fault at one instant.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +26,10 @@ from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.coordinator import Coordinator
 from everstep.core.ladder import Policy
-from everstep.core.simworker import Place, SimWorker, state_after
+from everstep.core.simscript import Capsule, Capsules, Scripts, own_after, state_after
+from everstep.core.simworker import Place, SimWorker
 from everstep.core.simworld import SimWorld
-from everstep.types import Cause, CauseKind
+from everstep.types import Cause, CauseKind, Decision, Plan
 
 _MAX_EVENTS = 50_000
 _FAULTS = ("kill", "kill", "kill", "raise", "peer", "hang", "receipt", "replace")
@@ -39,7 +42,8 @@ class InvariantError(AssertionError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """A job and its faults. `shards`: parts of the state, dealt to the ranks in turn. `fenced`: a
-    step ends in a fence. `faults`: how many events after the one before it each fault comes, and
+    step ends in a fence. `updates`: of a step, 1 or 2; with 2 a rank may keep a copy to undo the
+    first with (`undoes`). `faults`: how many events after the one before it each fault comes, and
     which it is. `slow_s`: the longest delay."""
 
     seed: int
@@ -47,6 +51,8 @@ class Schedule:
     steps: int
     shards: int = 1
     fenced: bool = False
+    updates: int = 1
+    undoes: bool = False
     faults: tuple[tuple[int, str], ...] = ()
     slow_s: float = 0.1
 
@@ -72,14 +78,19 @@ def draw_schedule(seed: int) -> Schedule:
     gaps = [draw.randrange(40 * world_size)]
     gaps += [draw.randrange(draw.choice((12, 150))) for _ in range(4)]
     faults = tuple((gap, draw.choice(_FAULTS)) for gap in gaps[: draw.randrange(6)])
+    steps = draw.randrange(1, 6)
+    shards = draw.choice((1, 1, 2)) if fenced and world_size > 2 else 1
     return Schedule(
         seed=seed,
         world_size=world_size,
-        steps=draw.randrange(1, 6),
-        shards=draw.choice((1, 1, 2)) if fenced and world_size > 2 else 1,
+        steps=steps,
+        shards=shards,
         fenced=fenced,
         faults=faults,
         slow_s=draw.choice((0.01, 0.1, 1.0)),
+        # Shards that end a step at different updates would have no common step: not supported.
+        updates=draw.choice((1, 1, 2)) if shards == 1 else 1,
+        undoes=draw.random() < 0.5,
     )
 
 
@@ -108,7 +119,10 @@ class Simulation:
         self._actors: dict[tuple[int, int], int] = {}
         self._records: list[dict[str, Any]] = []
         self._faults = list(schedule.faults)
+        self._capsules = Capsules()
+        self._scripts = Scripts(self.check)
         self._bad_receipts = 0
+        self._corrupted: Counter[int] = Counter()  # by rank
         self._fired = 0
         self._events = 0
         self._newest_stop = self._newest_regroup = -1
@@ -141,9 +155,7 @@ class Simulation:
             act()
         else:
             if deadline_s is None:
-                raise InvariantError(
-                    self._where("nothing can happen any more, and nothing is awaited")
-                )
+                raise self.error("nothing can happen any more, and nothing is awaited")
             self.now_s = max(self.now_s, deadline_s)
             self._tell(ev.Tick())
             after_s = self._coordinator.next_deadline_s
@@ -152,7 +164,11 @@ class Simulation:
     def check(self, holds: bool, text: str) -> None:
         """Raise InvariantError unless `holds`."""
         if not holds:
-            raise InvariantError(self._where(text))
+            raise self.error(text)
+
+    def error(self, text: str) -> InvariantError:
+        """What to raise for what must never be."""
+        return InvariantError(self._where(text))
 
     def _where(self, text: str) -> str:
         return f"seed {self.schedule.seed}, event {self._events}, {self.now_s:.4f} s: {text}"
@@ -181,14 +197,20 @@ class Simulation:
         """A worker speaks to the coordinator. What it has said outlives it."""
         self._send(worker, True, lambda: self._tell(event))
 
-    def buried(self, worker: SimWorker) -> None:
+    def keep_capsule(self, worker: SimWorker, capsule: Capsule) -> None:
+        """A worker gives its capsule to the agent."""
+        self._send(worker, True, lambda: self._capsules.keep(worker.rank, capsule))
+
+    def buried(self, worker: SimWorker, by_us: bool) -> None:
         """A worker has died: its peers notice or don't, and the coordinator hears of it after all
         that it had said."""
         for other in self._workers.values():
             if other.alive and other.generation == worker.generation:
                 other.on_peer_died()
         cause = Cause(kind=CauseKind.SIGNAL, text=f"{worker} was killed", signature="9", signal=9)
-        died = ev.Died(rank=worker.rank, incarnation=worker.incarnation, cause=cause)
+        died = ev.Died(
+            rank=worker.rank, incarnation=worker.incarnation, cause=cause, before_kill=not by_us
+        )
         self.deliver(worker, died)
         if self.random.random() < 0.3:  # a late notice, when the rank may have been given away
             self.after(10 * self.delay_s(), lambda: self.deliver(worker, died))
@@ -201,6 +223,18 @@ class Simulation:
         actor = self._actors.setdefault(key, worker.incarnation)
         self.check(actor == worker.incarnation, f"{worker} and incarnation {actor} both act")
         return self._worlds.setdefault(worker.generation, SimWorld(self))
+
+    # ------------------------------------------------------------------ scripts
+
+    def sees(self, worker: SimWorker, step: int, result: tuple[int, int]) -> None:
+        """The script of `worker` is given the result of `step`."""
+        done = [record["step"] for record in self._records if record["event"] == "step"]
+        at_least = done[-1] if done else 0
+        self._scripts.sees(worker.rank, worker.incarnation, step, result, at_least=at_least)
+
+    def last_seen(self, worker: SimWorker) -> int | None:
+        """The newest step of which the script of `worker` has the result."""
+        return self._scripts.last(worker.rank, worker.incarnation)
 
     # ------------------------------------------------------------------ the coordinator
 
@@ -229,7 +263,7 @@ class Simulation:
             case do.Kill(rank=rank, incarnation=incarnation):
                 worker = self._found(rank, incarnation)
                 worker.dying = True
-                self.after(self.delay_s(), lambda: worker.die() if worker.alive else None)
+                self.after(self.delay_s(), lambda: worker.die(by_us=True) if worker.alive else None)
             case do.SendStop(generation=generation, to=to):
                 self.check(generation > self._newest_stop, f"stop of {generation} twice")
                 self._newest_stop = generation
@@ -240,7 +274,7 @@ class Simulation:
                 self.check(len(to) == self.schedule.world_size, "a regroup without some ranks")
                 self._newest_regroup = generation
                 for each in to:
-                    self._post(each, lambda worker: worker.on_regroup(generation, plan))
+                    self._post_regroup(each, generation, plan)
             case do.SendGo(to=to):
                 for each in to:
                     self._post(each, lambda worker: worker.on_go(), awaited=False)
@@ -251,6 +285,12 @@ class Simulation:
                     self._post(each, lambda worker: worker.on_closed(), awaited=False)
             case do.End():
                 self._end = action
+
+    def _post_regroup(self, to: tuple[int, int], generation: int, plan: Plan) -> None:
+        rank, _ = to
+        fetches = plan.ranks[rank].decision is Decision.FETCH
+        capsule = self._capsules.newest(rank, plan.step) if fetches else None
+        self._post(to, lambda worker: worker.on_regroup(generation, plan, capsule))
 
     def _found(self, rank: int, incarnation: int) -> SimWorker:
         worker = self._workers[rank]
@@ -272,11 +312,13 @@ class Simulation:
 
     # ------------------------------------------------------------------ faults
 
-    def take_bad_receipt(self) -> bool:
-        """Whether the fetch that has just ended was corrupted; each fault corrupts one."""
+    def take_bad_receipt(self, rank: int) -> bool:
+        """Whether the fetch of `rank` that has just ended was corrupted; each fault corrupts
+        one."""
         if self._bad_receipts == 0:
             return False
         self._bad_receipts -= 1
+        self._corrupted[rank] += 1
         return True
 
     def _inject(self) -> None:
@@ -326,6 +368,10 @@ class Simulation:
             self.check(opened[:-1] == closed, "an earlier incident was left open")
             if "allowed" in end.text and not self._policy.unlimited:
                 return
+            if end.cause is not None and end.cause.kind is CauseKind.RECEIPT:
+                twice = end.rank is not None and self._corrupted[end.rank] >= 2
+                self.check(twice and "the copies differ" in end.text, end.text)
+                return
             self.check("lost" in end.text, f"the job ended with: {end.text}")
             self.check(not self._recoverable(), f"the state was there: {end.text}")
             self.check(any(r["event"] == "step" for r in self._records), "nothing was to lose")
@@ -335,6 +381,9 @@ class Simulation:
         for worker in self._workers.values():
             right = worker.state == state_after(self.schedule.steps)
             self.check(right, f"{worker} ends with a wrong state")
+            own = worker.own == own_after(worker.rank, self.schedule.steps)
+            self.check(own, f"{worker} ends with a wrong state of its own")
+            self.check(self.last_seen(worker) == self.schedule.steps, f"{worker} missed a result")
             self.check(worker.place is Place.FINISHED, f"{worker} has not ended")
 
     def _recoverable(self) -> bool:

@@ -13,6 +13,7 @@ It does not know why two runs differ. It names the earliest place at which they 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from everstep.errors import EverstepError
 TRACE_FILE = "trace.jsonl"
 DIGESTS_FILE = "digests.json"
 _SHOWN_CHARACTERS = 160
+_EXACT = re.compile(r"-?0x[01](?:\.[0-9a-f]+)?p[+-]\d+")  # as float.hex writes it
 
 
 class EvidenceError(EverstepError):
@@ -42,7 +44,7 @@ class Difference:
 
     def __str__(self) -> str:
         where = "at the end" if self.step is None else f"in step {self.step}"
-        sides = f"{_short(self.left)} against {_short(self.right)}"
+        sides = f"{_readable(self.left)} against {_readable(self.right)}"
         return f"rank {self.rank}, {where}: {self.what} differs: {sides}"
 
 
@@ -60,6 +62,12 @@ class Evidence:
     def steps(self) -> int:
         """The last step recorded; 0 without any."""
         return max((step for step, _ in self.trace), default=0)
+
+    @property
+    def silent(self) -> bool:
+        """No step returned or logged anything, so that of the steps only samples can be
+        compared."""
+        return all(parts.get("value") == "[]" for parts in self.trace.values())
 
 
 def read(run_dir: Path) -> Evidence:
@@ -155,5 +163,9 @@ def _parts(record: Any) -> dict[str, str]:
     return {str(name): json.dumps(value, sort_keys=True) for name, value in record.items()}
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+def _readable(text: str) -> str:
+    """Cut to a length that can be read, and each float's exact bits followed by its decimal
+    form."""
+    if len(text) > _SHOWN_CHARACTERS:
+        text = text[: _SHOWN_CHARACTERS - 3] + "..."
+    return _EXACT.sub(lambda bits: f"{bits[0]} ({float.fromhex(bits[0])!r})", text)

@@ -28,7 +28,7 @@ from everstep.launch.evidence import Evidence, EvidenceError
 from everstep.observe.journal import read_journal
 from everstep.observe.narrate import Narrator, cause_in_words, counted
 from everstep.observe.pace import Pace
-from everstep.observe.report import show_incidents
+from everstep.observe.report import show_incidents, stopped_by
 from everstep.observe.screen import Screen
 from everstep.settings import RUN_ID, RunSettings
 from everstep.types import Stage
@@ -45,6 +45,10 @@ _STAGES_TOLD = (Stage.DETECT, Stage.STOP, Stage.START, Stage.REGROUP, Stage.STAT
 _PROGRESS_EVERY_S = 5.0
 _DRAW_EVERY_S = 0.1
 _HASH_SEED = "PYTHONHASHSEED"
+_SILENT = (
+    "train_step returned nothing and logged nothing, so only the samples of each step and the "
+    "state at the end were compared; return the loss, and every step is"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What the proof says. `equal`: the faulted run's records are the clean run's. `problems`: why
-    it is no proof, in words, the first one first; none when it is one."""
+    it is no proof, in words, the first one first; none when it is one. `hint`: what would make the
+    proof say more."""
 
     equal: bool
     steps: int
@@ -70,6 +75,7 @@ class Verdict:
     faulted_wall_s: float
     incidents: tuple[dict[str, Any], ...]
     problems: tuple[str, ...]
+    hint: str = ""
 
     @property
     def proved(self) -> bool:
@@ -93,8 +99,8 @@ def prove(
 
     `settings`: of the script's run; its run id names the three. `json_path`: where the verdict is
     written too. `run_job`: the backend, `launch.local.run_job` when not given. Returns the exit
-    code: 0 only for a proof. Raises UserError before anything starts. Blocks for the three runs;
-    main thread."""
+    code: 0 only for a proof, 128 plus the signal when a person stopped it. Raises UserError before
+    anything starts. Blocks for the three runs; main thread."""
     jobs = _plan(settings, faults)
     for job in jobs:
         preflight.check(job)
@@ -114,6 +120,8 @@ def prove(
     if json_path is not None:
         json_path.write_text(json.dumps(verdict.to_json(), indent=2) + "\n", encoding="utf-8")
     _close(verdict, outcomes, faults, json_path, screen)
+    if stopped_by(outcomes[-1].ledger) is not None:
+        return outcomes[-1].exit_code
     return 0 if verdict.proved else 1
 
 
@@ -125,9 +133,9 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[ChaosSpec], ranks: int) 
     last = outcomes[-1]
     evidences: list[Evidence] = []
     if last.exit_code != 0:
-        problems.append(
-            f"the {RUNS[len(outcomes) - 1]} run failed with exit code {last.exit_code}: {last.text}"
-        )
+        run, by = f"the {RUNS[len(outcomes) - 1]} run", stopped_by(last.ledger)
+        failed = f"{run} failed with exit code {last.exit_code}: {last.text}"
+        problems.append(failed if by is None else f"{run} was stopped by {by}")
     try:
         evidences = [
             evidence.read(outcome.run_dir) for outcome in outcomes if outcome.exit_code == 0
@@ -159,6 +167,7 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[ChaosSpec], ranks: int) 
         faulted_wall_s=faulted.ledger.wall_s if faulted is not None else 0.0,
         incidents=incidents_told(faulted.ledger) if faulted is not None else (),
         problems=tuple(problems),
+        hint=_SILENT if len(evidences) > 1 and evidences[0].silent else "",
     )
 
 
@@ -321,8 +330,8 @@ def _close(
     if verdict.proved:
         screen.say(
             f"PROVED EQUAL: {counted(verdict.steps, 'step')} on {counted(verdict.ranks, 'rank')}; "
-            "every returned value, every sample and the state at the end are bit for bit those of "
-            "the clean run; "
+            f"{'' if verdict.hint else 'every returned value, '}"
+            "every sample and the state at the end are bit for bit those of the clean run; "
             f"{counted(len(faults), 'fault')} injected and survived.",
             "bold green",
         )
@@ -330,6 +339,8 @@ def _close(
         screen.say("NOT PROVED:", "bold red")
         for problem in verdict.problems:
             screen.say(f"  - {problem}", "red")
+    if verdict.hint:
+        screen.say(f"hint: {verdict.hint}", "yellow")
     screen.put("")
     screen.say("journals and logs:")
     for outcome in outcomes:

@@ -7,7 +7,10 @@ alone. Where standard error is a terminal, a live line stands at its bottom; if 
 the same terminal, its lines take the same way, so that they do not run into the live line.
 
 The view counts what the live line shows and keeps no record. The summary is folded from the
-journal."""
+journal.
+
+A traceback with which the script ends is shown once, not by every rank and attempt; see
+`tracebacks.py`."""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from everstep.observe.narrate import Narrator, counted
 from everstep.observe.pace import Pace
 from everstep.observe.report import report_run
 from everstep.observe.screen import Screen, same_terminal
+from everstep.observe.tracebacks import Folder
 from everstep.settings import RunSettings
 
 _DRAW_EVERY_S = 0.1
@@ -35,6 +39,11 @@ class ConsoleView:
     ) -> None:
         out, err = stdout or sys.stdout, stderr or sys.stderr
         self._quiet = settings.quiet
+        self._run = (
+            f"run {settings.run_id} on {counted(settings.nproc_per_node, 'rank')}, "
+            f"kept in {Path(settings.log_dir) / settings.run_id}"
+        )
+        self._folder = Folder()
         self._screen = Screen(err, settings.color)
         shared = same_terminal(out, err)
         self._script_out = self._screen if shared else Screen(out, settings.color)
@@ -49,6 +58,8 @@ class ConsoleView:
         lines = self._narrator.tell(record)
         self._pace.see(record)
         event, now_s = record.get("event"), float(record.get("t", 0.0))
+        if event == "journal" and not self._screen.interactive:
+            self._screen.say(f"everstep: {self._run}")
         if event == "job_started":
             self._doing = f"setting up {counted(int(record['world_size']), 'rank')}"
         due = event == "step" and now_s - self._drawn_at_s >= _DRAW_EVERY_S
@@ -62,13 +73,19 @@ class ConsoleView:
         """Show one line of a worker. `stream`: `stdout` or `stderr`."""
         if self._quiet:
             return
-        again = f".{incarnation}" if incarnation > 1 else ""
-        screen = self._script_out if stream == "stdout" else self._screen
-        screen.relay(f"[rank{rank}{again}] ", line.rstrip())
+        line = line.rstrip()
+        if stream == "stdout":
+            self._script_out.relay(_prefix(rank, incarnation), line)
+            return
+        for shown in self._folder.take(rank, incarnation, line):
+            self._screen.relay(_prefix(rank, incarnation), shown)
 
     def close(self) -> None:
         """Take the live line away. The view can still summarize."""
         self._closed = True
+        for rank, incarnation, lines in self._folder.rest():
+            for line in lines:
+                self._screen.relay(_prefix(rank, incarnation), line)
         self._screen.end_live()
 
     def summarize(self, run_dir: Path) -> None:
@@ -89,3 +106,8 @@ class ConsoleView:
         if step or self._narrator.incidents:
             parts.append(counted(self._narrator.incidents, "incident"))
         self._screen.live("everstep: " + " | ".join(parts), now=now)
+
+
+def _prefix(rank: int, incarnation: int) -> str:
+    again = f".{incarnation}" if incarnation > 1 else ""
+    return f"[rank{rank}{again}] "

@@ -7,9 +7,10 @@ logs."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
@@ -18,10 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.core.goodput import IncidentEntry, Ledger, fold
+from everstep.core.words import name_signal
 from everstep.errors import UserError
 from everstep.observe.journal import read_journal
 from everstep.observe.narrate import cause_in_words, counted, failure_of, source_in_words
 from everstep.observe.screen import Screen
+from everstep.observe.tracebacks import cleaned
 from everstep.types import Cause, Stage
 
 JOURNAL_FILE = "journal.jsonl"
@@ -31,30 +34,35 @@ _INDENT = (0, 0, 0, 2)
 _ALREADY_SAID = re.compile(r"(?:\. First cause, rank \d+ in step \d+)?:\s*$")
 
 
-def report_run(run_dir: Path, screen: Screen) -> None:
-    """Report on a run's directory. Raises UserError without a journal in it. Blocks on the disk and
-    the screen."""
-    journal = run_dir / JOURNAL_FILE
+def report_run(run: Path, screen: Screen) -> None:
+    """Report on a run. `run`: its directory, or its journal.
+
+    Raises UserError without a journal there. Blocks on the disk and the screen."""
+    journal = run if run.is_file() else run / JOURNAL_FILE
     if not journal.is_file():
         raise UserError(
             f"{journal}: no such journal; give the directory of a run, like everstep-runs/RUN_ID"
         )
-    summarize(fold(read_journal(journal)), run_dir, screen)
+    summarize(read_journal(journal), journal, screen)
 
 
-def summarize(ledger: Ledger, run_dir: Path, screen: Screen) -> None:
+def summarize(records: Sequence[Mapping[str, Any]], journal: Path, screen: Screen) -> None:
     """Say how a run went: on failure the first cause, then the figures, then where to look and what
-    to do next."""
-    if ledger.exit_code:
+    to do next. `records`: those of `journal`."""
+    ledger, run_dir = fold(records), journal.parent
+    if ledger.exit_code and stopped_by(ledger) is None:
         _show_failure(ledger, screen)
-    screen.say(f"everstep run {ledger.run_id}: {_ending(ledger)}", "bold")
+    screen.say(f"everstep run {ledger.run_id}: {ending(ledger)}", "bold")
     ranks = counted(ledger.world_size, "rank")
     screen.say(f"  steps      {ledger.steps} committed on {ranks} in {ledger.wall_s:.2f} s")
     screen.say(f"  incidents  {_incidents(ledger)}")
+    never = unfired(records)
+    if never and ledger.exit_code is not None:
+        screen.say(f"  faults     never fired: {'; '.join(never)}")
     screen.say(f"  goodput    {100 * ledger.goodput:.1f} %")
     if ledger.incidents:
         show_incidents(ledger, screen)
-    screen.put(f"  journal    {run_dir / JOURNAL_FILE}")
+    screen.put(f"  journal    {journal}")
     screen.put(f"  logs       {run_dir / LOGS}")
     screen.put(f"  next       {_next(ledger, run_dir)}")
 
@@ -129,7 +137,7 @@ def _show_failure(ledger: Ledger, screen: Screen) -> None:
     cause = ledger.cause
     if cause is not None:
         screen.say(f"everstep: the first cause: {_first_cause(ledger, cause)}", "bold red")
-        for line in cause.detail.rstrip().splitlines():
+        for line in cleaned(cause.detail.rstrip().splitlines()):
             screen.put(f"    {line}")
     said = _conclusion(ledger.text, cause)
     for line in said.splitlines():
@@ -153,10 +161,30 @@ def _conclusion(text: str, cause: Cause | None) -> str:
     return said if found or not said else text
 
 
-def _ending(ledger: Ledger) -> str:
+def ending(ledger: Ledger) -> str:
+    """How the run ended, in a few words."""
     if ledger.exit_code is None:
         return "its journal has no end; it still runs, or everstep itself was killed"
+    by = stopped_by(ledger)
+    if by is not None:
+        return f"stopped by {by}"
     return "finished" if ledger.exit_code == 0 else f"failed (exit code {ledger.exit_code})"
+
+
+def stopped_by(ledger: Ledger) -> str | None:
+    """The name of the signal by which a person ended the job; None for any other end. A job that a
+    signal to a worker has ended has a cause."""
+    if ledger.cause is not None or ledger.exit_code is None or ledger.exit_code <= 128:
+        return None
+    return name_signal(ledger.exit_code - 128)
+
+
+def unfired(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The faults on purpose that were asked for and that the journal does not show to have
+    fired."""
+    fired = {record["index"] for record in records if record.get("event") == "fault_fired"}
+    asked = (record.get("chaos", ()) for record in records if record.get("event") == "job_started")
+    return [text for index, text in enumerate(next(asked, ())) if index not in fired]
 
 
 def _incidents(ledger: Ledger) -> str:
@@ -166,7 +194,15 @@ def _incidents(ledger: Ledger) -> str:
     closed = [incident for incident in ledger.incidents if incident.closed]
     sources = sorted({source_in_words(str(one.state_from)) for one in closed}, key=len)
     origin = f"; state from {_listed(sources)}" if sources else ""
-    return f"{len(ledger.incidents)} ({by_rung}), {counted(ledger.steps_lost, 'step')} lost{origin}"
+    return f"{len(ledger.incidents)} ({by_rung}), {_lost(ledger)}{origin}"
+
+
+def _lost(ledger: Ledger) -> str:
+    """What became of committed steps. After an incident that nobody survived the state is gone with
+    the processes, and the steps with it."""
+    if ledger.exit_code and ledger.steps and not ledger.incidents[-1].closed:
+        return f"{counted(ledger.steps, 'committed step')} gone with the job"
+    return f"{counted(ledger.steps_lost, 'step')} lost"
 
 
 def _listed(words: list[str]) -> str:
@@ -178,6 +214,6 @@ def _listed(words: list[str]) -> str:
 def _next(ledger: Ledger, run_dir: Path) -> str:
     if ledger.exit_code is None:
         return f"follow it with: tail -f {run_dir / JOURNAL_FILE}"
-    if ledger.exit_code == 0:
+    if ledger.exit_code == 0 or stopped_by(ledger) is not None:
         return f"everstep report {run_dir} says this again"
     return f"each worker's last output is in {run_dir / LOGS}; correct the cause and start again"

@@ -136,9 +136,9 @@ class Position(Message):
 
 
 class Regroup(Message):
-    """Build the communicators of `generation`, then follow `plan` to `step`. `holders`: for FETCH,
-    nothing more than the plan's sources. `capsule`: the rank's own capsule of `step`, if the agent
-    has it (for FETCH)."""
+    """Build the communicators of `generation`, then follow `plan` to `step`. `capsule`: for FETCH,
+    the rank's own newest capsule up to `step`, if the agent has one. An older one than `step` is
+    good for nothing but the fence that it names."""
 
     generation: int
     step: int
@@ -224,11 +224,11 @@ class Wait(Message):
 
 class Park(Message):
     """Standing still after `Stop(generation)`. `rehearsed_passes`: for a joiner, how many
-    rehearsals it took."""
+    rehearsals it took. `t`: nobody reads it."""
 
     generation: int
     holding: Holding
-    t: float
+    t: float = 0.0
     rehearsed_passes: int = 0
 
 
@@ -244,16 +244,16 @@ class Address(Message):
 
 
 class Built(Message):
-    """All communicators of `generation` are up."""
+    """All communicators of `generation` are up. `t`: nobody reads it."""
 
     generation: int
-    t: float
+    t: float = 0.0
 
 
 class Receipt(Message):
-    """The rank's part of the plan is done. `ok` False: `text` says what does not match. `nbytes`:
-    bytes fetched; `sources`: from whom; `digest`: of the whole state held now (empty where nothing
-    was fetched or served)."""
+    """The rank's part of the plan is done, at `t`. `ok` False: `text` says what does not match.
+    `nbytes`: bytes fetched; `sources`: from whom; `digest`: of the whole state held now (empty
+    where nothing was fetched or served)."""
 
     generation: int
     ok: bool

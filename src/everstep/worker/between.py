@@ -48,10 +48,13 @@ class Between:
         self._worker.note("changed-before-update", text)
         return True
 
+    def at_attempt(self, state: State) -> None:
+        """An attempt is about to run the step function."""
+        self._begun = _versions(state)
+
     def at_begin(self, state: State, step: int) -> None:
         """`step` is about to begin. Raises UserError where the script changed a tensor since the
         commit, in the first steps."""
-        self._begun = _versions(state)
         if step == 1:
             state.check_first_step()
         if self._digests is not None:
@@ -61,7 +64,7 @@ class Between:
             )
             if changed:
                 raise UserError(f"{changed[0]} {_CHANGED.format(step=step - 1)}")
-        elif self._versions >= 0 and self._versions != self._begun:
+        elif self._versions >= 0 and self._versions != _versions(state):
             self._worker.note("changed-between", f"a parameter {_CHANGED.format(step=step - 1)}")
 
 

@@ -164,6 +164,7 @@ class Step:
             copy_gradients=self._gradients.copies,
             learn_buffers=step <= self._buffers_until,
         )
+        self._between.at_attempt(self._state)
         attempt = self._attempt = Attempt(step, entry, rehearsal=False)
         attempt.log = {step: dict(scalars) for step, scalars in worker.log.items()}
         attempt.values = codec.copy(worker.values)
