@@ -40,7 +40,7 @@ class LateBuffer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("total", torch.zeros(1))
+        self.register_buffer("total", torch.zeros(1))  # each rank's own
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if case == "late-buffer" and run.committed >= 4:
@@ -65,7 +65,7 @@ if case == "scheduler-forgotten":
 run.protect(**things)
 
 
-def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def loss_of(x: torch.Tensor, y: torch.Tensor) -> Any:
     return (model(x) - y).square().mean()
 
 
@@ -77,33 +77,34 @@ def train_step(*batch: Any) -> Any:
         x.mul_(0.5)
     if case == "param-before":
         with torch.no_grad():
-            net[0].weight.mul_(0.99)
+            first.weight.mul_(0.99)
     if case == "no-sync" and step % 3:
         with model.no_sync():
             loss = loss_of(x, y)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         return loss.detach()
     if case == "closure":
-        optimizer.step(lambda: loss_of(x, y).backward())  # type: ignore[no-untyped-call]
+        optimizer.step(lambda: loss_of(x, y).backward())
         return None
     loss = loss_of(x, y)
     if case == "scaler":
-        scaler.scale(loss).backward()
+        scaled: Any = scaler.scale(loss)
+        scaled.backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         return loss.detach()
-    run.log(loss=float(loss))
-    loss.backward()  # type: ignore[no-untyped-call]
+    run.log(loss=float(loss.detach()))
+    loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     if isinstance(first, Extra):
         first.calls += 1
     if case in ("second-later", "unprotected") and step >= 4:
         optimizer.zero_grad()
-        loss_of(x, y).backward()  # type: ignore[no-untyped-call]
+        loss_of(x, y).backward()
         second.step()
     optimizer.zero_grad()
     if case == "state-late":

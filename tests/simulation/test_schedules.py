@@ -10,12 +10,21 @@ from dataclasses import replace
 
 import pytest
 
-from everstep.core import settle
+from everstep.core import settle, simscript
 from everstep.core.goodput import fold
 from everstep.core.ladder import Policy
 from everstep.core.membership import Member, Membership
 from everstep.core.restore import Lost, plan
-from everstep.core.simulate import InvariantError, Outcome, Schedule, draw_schedule, simulate
+from everstep.core.simscript import Capsule, first_half, result_of
+from everstep.core.simulate import (
+    InvariantError,
+    Outcome,
+    Schedule,
+    Simulation,
+    draw_schedule,
+    simulate,
+)
+from everstep.core.simworker import SimWorker
 from everstep.types import Holding, Plan, Rung
 
 BATCHES, BATCH = 20, 100  # 2,000 schedules, in pieces that run side by side
@@ -55,10 +64,13 @@ def test_the_schedules_reach_what_they_are_for() -> None:
             if line["event"] == "parked" and line["torn"] and not line["joiner"]:
                 met["torn"] += 1
         met["lost"] += "lost" in outcome.end.text
+        met["resumed"] += outcome.resumed
+        met["undone"] += outcome.undone
         met["ended well"] += outcome.end.exit_code == 0
     rungs = ["retry process", "retry peer", "respawn peer", "respawn script"]
     causes = ["signal", "exception", "peer", "receipt", "timeout", "worker"]
-    wanted = [*rungs, *causes, "incident_cause", "advance", "torn", "lost"]
+    met_in_steps = ["advance", "torn", "resumed", "undone", "receipt"]
+    wanted = [*rungs, *causes, "incident_cause", "lost", *met_in_steps]
     missing = [what for what in wanted if met[what] < 3]
     assert not missing, met
     assert met["ended well"] > 550
@@ -69,15 +81,16 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_budgets_end_a_storm() -> None:
-    storm = Schedule(seed=1, world_size=3, steps=400, faults=((150, "kill"),) * 200)
+    storm = Schedule(seed=2, world_size=3, steps=400, faults=((150, "kill"),) * 200)
     outcome = simulate(storm, Policy(max_incidents=10, max_failures_without_progress=100))
     assert outcome.end.exit_code == 137
     assert fold(outcome.records).by_rung()[Rung.RESPAWN] >= 8
 
 
 @pytest.mark.parametrize("after", range(120))
-def test_a_death_at_every_boundary_of_a_run(after: int) -> None:
-    clean = Schedule(seed=3, world_size=3, steps=3)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_death_at_every_boundary_of_a_run(after: int, updates: int) -> None:
+    clean = Schedule(seed=3, world_size=3, steps=3, updates=updates, undoes=True)
     outcome = simulate(replace(clean, faults=((after, "kill"),)))
     assert outcome.end.exit_code == 0
     sums(outcome)
@@ -97,15 +110,15 @@ def simulate_many(policy: Policy | None = None) -> None:
         simulate(draw_schedule(seed), policy)
 
 
-def believe_everybody(holdings: Sequence[Holding]) -> Plan | Lost:
+def believe_everybody(holdings: Sequence[Holding], seen: int = 0) -> Plan | Lost:
     return plan([replace(holding, torn=False) for holding in holdings])
 
 
-def ask_one_too_many(holdings: Sequence[Holding]) -> Plan | Lost:
+def ask_one_too_many(holdings: Sequence[Holding], seen: int = 0) -> Plan | Lost:
     return plan([replace(holding, can_advance=True) for holding in holdings])
 
 
-def take_the_oldest(holdings: Sequence[Holding]) -> Plan | Lost:
+def take_the_oldest(holdings: Sequence[Holding], seen: int = 0) -> Plan | Lost:
     oldest = min(holding.committed for holding in holdings if not holding.torn)
     return plan([replace(h, torn=h.torn or h.committed > oldest) for h in holdings])
 
@@ -117,6 +130,71 @@ def test_a_wrong_planner_is_found(
     monkeypatch.setattr(settle, "plan", planner)
     with pytest.raises(AssertionError):
         simulate_many()
+
+
+def test_a_capsule_that_goes_out_too_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must be with the agent before the last contribution, not after the commit."""
+    update = SimWorker._update
+
+    def late(worker: SimWorker, step: int) -> None:
+        capsule = Capsule(step=step, result=result_of(worker.rank, step), own=worker.own)
+        keep(worker.sim, worker, capsule)
+        update(worker, step)
+
+    keep = Simulation.keep_capsule
+    monkeypatch.setattr(Simulation, "keep_capsule", lambda *_: None)
+    monkeypatch.setattr(SimWorker, "_update", late)
+    with pytest.raises(InvariantError, match="has no capsule of step"):
+        simulate_many()
+
+
+def test_an_agent_that_keeps_two_capsules_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may be two steps ahead of the only one that survives."""
+    monkeypatch.setattr(simscript, "_KEPT", 2)
+    with pytest.raises(InvariantError, match=r"has no capsule of step 3"):
+        simulate(draw_schedule(1830))
+
+
+@pytest.mark.parametrize("what", ["own", "undo"])
+def test_an_attempt_that_is_not_put_back_is_found(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_back = SimWorker._put_back
+
+    def forget(worker: SimWorker) -> None:
+        own, half = worker.own, worker._half
+        put_back(worker)
+        if what == "own":
+            worker.own = own
+        elif half and not worker.torn:
+            worker.state = first_half(worker.state, worker.committed + 1)
+
+    monkeypatch.setattr(SimWorker, "_put_back", forget)
+    with pytest.raises(InvariantError, match="lost its own" if what == "own" else "sources differ"):
+        simulate_many()
+
+
+def test_a_step_whose_result_a_script_is_given_twice_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = SimWorker._go_on
+
+    def again(worker: SimWorker) -> None:
+        worker.sim.sees(worker, worker.committed, result_of(worker.rank, worker.committed))
+        go_on(worker)
+
+    monkeypatch.setattr(SimWorker, "_go_on", again)
+    with pytest.raises(InvariantError, match=r"sees step (\d+) after step \1"):
+        simulate_many()
+
+
+def test_two_bad_receipts_of_one_rank_end_the_job() -> None:
+    bad = Schedule(
+        seed=5, world_size=2, steps=4, faults=((40, "receipt"), (0, "receipt"), (0, "kill"))
+    )
+    outcome = simulate(bad)
+    assert outcome.end.exit_code == 1
+    assert "It is the second time at this step, so the copies differ" in outcome.end.text
 
 
 def test_a_coordinator_that_obeys_the_dead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

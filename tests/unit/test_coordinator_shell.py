@@ -335,8 +335,9 @@ class TestCapsules:
         assert self.given(3, 4) == b"4"
         assert self.given(4, 6) == b"4"
 
-    def test_two_are_kept(self) -> None:
-        assert self.given(5, 6, 7) is None
+    def test_three_are_kept(self) -> None:
+        assert self.given(5, 6, 7) == b"5"
+        assert self.given(5, 6, 7, 8) is None
 
     def test_a_rank_that_went_back_has_no_newer_ones(self) -> None:
         assert self.given(4, 5, 6, 4) == b"4"

@@ -170,13 +170,14 @@ class Coordinator:
         """It may come after another failure has stopped the generation, and counts even then."""
         job = self._job
         member.distrusted = not event.ok
-        fetched = plan.ranks[member.rank].decision is Decision.FETCH
+        part = plan.ranks[member.rank]
+        fetched = part.decision is Decision.FETCH
         if fetched:
             job.out.receipt(event, plan.step)
         if not event.ok:
             text = (
                 f"rank {member.rank}'s receipt of step {plan.step}, taken from "
-                f"{name_ranks(event.sources)}, does not hold: {event.text}"
+                f"{name_ranks(part.sources)}, does not hold: {event.text}"
             )
             job.fail(member, plan.step + 1, Cause(kind=CauseKind.RECEIPT, text=text))
             return

@@ -34,16 +34,18 @@ class Lost:
     reason: str
 
 
-def plan(holdings: Sequence[Holding]) -> Plan | Lost:
+def plan(holdings: Sequence[Holding], seen: int = 0) -> Plan | Lost:
     """Decide the step and every rank's part in reaching it.
 
     `holdings[r]` is what logical rank r holds; a rank that has nothing holds `torn=True,
-    committed=0`. At least one. Pure, does not block. Raises ValueError without holdings.
+    committed=0`. At least one. `seen`: the newest step that any process has ever committed, also
+    one that is dead; ranks advance to it if they can. Pure, does not block. Raises ValueError
+    without holdings.
     """
     if not holdings:
         raise ValueError("a plan needs the holding of at least one rank")
     shards = sorted({holding.shard for holding in holdings})
-    candidates = sorted({holding.committed for holding in holdings}, reverse=True)
+    candidates = sorted({holding.committed for holding in holdings} | {seen}, reverse=True)
     for step in candidates:
         ways = [_way(holding, step) for holding in holdings]
         reached = {
@@ -51,7 +53,7 @@ def plan(holdings: Sequence[Holding]) -> Plan | Lost:
             for holding, way in zip(holdings, ways, strict=True)
             if way is not Decision.FETCH
         }
-        if step == 0 and (len(reached) == len(shards) or candidates == [0]):
+        if step == 0 and (len(reached) == len(shards) or candidates[0] == 0):
             return _start_again(len(holdings))
         if step > 0 and len(reached) == len(shards):
             return _plan_for(step, holdings, ways)

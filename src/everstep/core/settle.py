@@ -101,7 +101,10 @@ def _settle_stop(job: Job) -> None:
         _see_stopped(job, job.incident)
     # A joiner holds what its script made, whatever it says: only survivors have state.
     held = {member.rank: member.holding for member in survivors}
-    outcome = plan([held.get(rank) or job.nothing(rank) for rank in range(job.world_size)])
+    holdings = [held.get(rank) or job.nothing(rank) for rank in range(job.world_size)]
+    # What a rank that is dead by now had committed, its script has seen done: who can make that
+    # step goes on to it.
+    outcome = plan(holdings, seen=max(job.committed))
     if isinstance(outcome, Lost):
         held_by = [rank for rank, said in job.protected.items() if said.shard in outcome.shards]
         _fall_back(job, outcome.reason, held_by)

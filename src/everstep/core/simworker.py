@@ -210,6 +210,7 @@ class SimWorker:
         """Leave no trace of an attempt; without a copy to go back to, a half-done update stays."""
         self.own, self.gradients = self._own_before, 0
         if self._undo is not None:
+            self.sim.undone += self._half or self._cut
             self.state, self._half, self._cut = self._undo, False, False
         elif self._half or self._cut:
             self.state, self.torn, self._half, self._cut = _GARBAGE, True, False, False
@@ -351,6 +352,7 @@ class SimWorker:
         """The call of the plan's step returns by what an earlier process, or attempt, has left."""
         if capsule is None or capsule.step != step:
             raise self.sim.error(f"{self} has no capsule of step {step}: {capsule}")
+        self.sim.resumed += 1
         self.own = self._own_before = capsule.own
         self.sim.sees(self, step, capsule.result)
         self._say_committed()

@@ -408,7 +408,7 @@ class Step:
         capsule = outcome.capsule
         result = self._forecast.result_of(capsule, outcome.step)
         log: dict[int, dict[str, float]] = {}
-        if capsule is not None:
+        if capsule is not None and (capsule.step <= outcome.step or outcome.step > 1):
             self._fence = capsule.fence or self._fence
         if capsule is not None and capsule.step == outcome.step:
             self._take(capsule)
