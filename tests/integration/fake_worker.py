@@ -190,7 +190,7 @@ class FakeWorker:
             if current > parked and (self.stopped >= self.generation or self.torn):
                 parked = current
                 holding = Holding(committed=0 if self.torn else self.committed, torn=self.torn)
-                self.channel.send(m.Park(generation=current, holding=holding, t=time.monotonic()))
+                self.channel.send(m.Park(generation=current, holding=holding))
             message = self.receive()
             if isinstance(message, m.Regroup) and message.generation > self.stopped:
                 return message
@@ -204,7 +204,7 @@ class FakeWorker:
             self.follow(self.park())
 
     def restore(self, regroup: m.Regroup) -> None:
-        self.channel.send(m.Built(generation=self.generation, t=time.monotonic()))
+        self.channel.send(m.Built(generation=self.generation))
         held = self.exchange("state", str(self.state).encode())
         fetch = regroup.plan.decision is Decision.FETCH
         if fetch:

@@ -35,10 +35,15 @@ run.data(lambda step, rank, world: torch.full((4, 8), float(step + rank)))
 run.protect(model=model, optimizer=optimizer)
 
 
+calls = 0
+
+
 @run.step
 def train_step(batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(batch).square().mean()
-    if run.committed == 0:  # a joiner that rehearses has committed nothing yet
+    global calls
+    calls += 1
+    loss = model(batch).square().mean()
+    if calls == 1:  # in a joiner it is the first rehearsal
         die("rehearsal")
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()

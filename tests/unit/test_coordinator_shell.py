@@ -140,7 +140,7 @@ CAUSE = Cause(kind=CauseKind.SIGNAL, text="killed", signal=9, detail="last outpu
         ),
         (m.Wait(), ev.Waiting(rank=1, incarnation=2)),
         (
-            m.Park(generation=3, holding=Holding(committed=4), t=1.0, rehearsed_passes=2),
+            m.Park(generation=3, holding=Holding(committed=4), rehearsed_passes=2),
             ev.Parked(
                 rank=1,
                 incarnation=2,
@@ -149,7 +149,7 @@ CAUSE = Cause(kind=CauseKind.SIGNAL, text="killed", signal=9, detail="last outpu
                 rehearsed_passes=2,
             ),
         ),
-        (m.Built(generation=3, t=1.0), ev.Regrouped(rank=1, incarnation=2, generation=3)),
+        (m.Built(generation=3), ev.Regrouped(rank=1, incarnation=2, generation=3)),
         (
             m.Receipt(
                 generation=3,

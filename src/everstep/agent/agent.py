@@ -350,7 +350,7 @@ class Agent:
         del self._workers[rank, incarnation]
         if not self._workers:
             self._alone.set()
-        self._shell.died(rank, incarnation, cause)
+        self._shell.died(rank, incarnation, cause, before_kill=not worker.killed)
         self._reap_strays()
 
     async def _status(self, worker: Worker, pid: int) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable
@@ -74,10 +75,25 @@ class Worker:
         if self._channel is not None:
             self._channel.send(message)
 
+    @property
+    def killed(self) -> bool:
+        """`kill` found the process alive, or not yet there."""
+        return bool(self._why)
+
     def kill(self, why: str) -> None:
-        """SIGKILL the process; what else is in its session is killed when it is buried."""
-        self._why = self._why or why
-        self._signal(signal.SIGKILL)
+        """SIGKILL the process; what else is in its session is killed when it is buried. Nothing, if
+        it has ended by itself: then its death is not everstep's."""
+        if self.pid is None or not self._has_ended():
+            self._why = self._why or why
+            self._signal(signal.SIGKILL)
+
+    def _has_ended(self) -> bool:
+        """Whether the process is dead, though nobody may have been told yet."""
+        if self._pidfd is None:
+            return True
+        watch = select.poll()
+        watch.register(self._pidfd, select.POLLIN)
+        return bool(watch.poll(0))
 
     def terminate(self) -> None:
         """SIGTERM the process: it may end itself in its own way."""

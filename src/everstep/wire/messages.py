@@ -224,11 +224,10 @@ class Wait(Message):
 
 class Park(Message):
     """Standing still after `Stop(generation)`. `rehearsed_passes`: for a joiner, how many
-    rehearsals it took. `t`: nobody reads it."""
+    rehearsals it took."""
 
     generation: int
     holding: Holding
-    t: float = 0.0
     rehearsed_passes: int = 0
 
 
@@ -244,10 +243,9 @@ class Address(Message):
 
 
 class Built(Message):
-    """All communicators of `generation` are up. `t`: nobody reads it."""
+    """All communicators of `generation` are up."""
 
     generation: int
-    t: float = 0.0
 
 
 class Receipt(Message):

@@ -77,7 +77,6 @@ class Recovery:
                 messages.Park(
                     generation=generation,
                     holding=holding,
-                    t=time.monotonic(),
                     rehearsed_passes=passes,
                 )
             )
@@ -90,9 +89,7 @@ class Recovery:
                 )
                 worker.phase(Phase.RECOVER)
                 worker.communicators.rebuild(regroup.generation)
-                worker.control.send(
-                    messages.Built(generation=regroup.generation, t=time.monotonic())
-                )
+                worker.control.send(messages.Built(generation=regroup.generation))
             except Stopped:
                 continue
             except Exception as error:  # the group could not be built: a peer died meanwhile
