@@ -42,7 +42,7 @@ calls = 0
 def train_step(batch: torch.Tensor) -> torch.Tensor:
     global calls
     calls += 1
-    loss = model(batch).square().mean()
+    loss: torch.Tensor = model(batch).square().mean()
     if calls == 1:  # in a joiner it is the first rehearsal
         die("rehearsal")
     loss.backward()  # type: ignore[no-untyped-call]
