@@ -73,8 +73,8 @@ class RunSettings:
     compares it."""
 
     lift_budgets: bool = False
-    """Let no budget of incidents end the job. Off: a job that only fails should end. `everstep
-    prove` sets it."""
+    """Let no budget of incidents end the job; only 20 failed attempts in a row without a fault on
+    purpose still do. Off: a job that only fails should end. `everstep prove` sets it."""
 
     shm_dir: str = "/dev/shm"
     """Directory in memory for the files in which workers show where they stand. Where Linux has its
