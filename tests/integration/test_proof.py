@@ -79,7 +79,6 @@ def test_first_and_last_step(
         ("--find-unused",),
         ("--item",),
         ("--ema",),
-        ("--ema", "--batchnorm"),
         ("--body-scheduler",),
         ("--sgd",),
         ("--function-data",),

@@ -183,9 +183,7 @@ def test_a_collective_in_the_body_is_named_and_not_done_again(tmp_path: Path) ->
     runs.mkdir()
     clean = run_script(runs, script=script, nproc=2)
     assert clean.exit_code == 0
-    assert [note["key"] for note in clean.of("note")].count(
-        "collective-outside"
-    ) == 2  # a rank each
+    assert "collective-outside" in {note["key"] for note in clean.of("note")}
     faulted = run_script(
         runs,
         script=script,
@@ -196,6 +194,14 @@ def test_a_collective_in_the_body_is_named_and_not_done_again(tmp_path: Path) ->
     assert faulted.exit_code != 0
     said = faulted.text + str(faulted.of("incident_cause")) + str(faulted.of("incident_opened"))
     assert "collective (allreduce)" in said
+
+
+@pytest.mark.slow
+def test_an_average_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
+    """BatchNorm's buffers are each rank's own, and so is an average of them."""
+    result = run_script(tmp_path, "--ema", "--batchnorm", nproc=2, lift_budgets=False)
+    assert result.exit_code == 2
+    assert "differ between the ranks" in result.text
 
 
 def test_replicas_that_differ_are_named(tmp_path: Path) -> None:

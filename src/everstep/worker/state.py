@@ -180,6 +180,10 @@ class State:
                     seen.add(id(buffer))
                     yield f"{prefix}/{name}", buffer
 
+    def shared_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Buffers that all replicas hold alike."""
+        return [(name, b) for name, b in self.buffers() if name not in self.changing]
+
     def _optimizer_entries(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         for prefix, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):

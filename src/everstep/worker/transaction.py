@@ -45,7 +45,7 @@ from everstep.worker.progress import Phase
 from everstep.worker.record import record_of, samples_of
 from everstep.worker.recovery import Outcome, Recovery
 from everstep.worker.runtime import Worker
-from everstep.worker.state import State
+from everstep.worker.state import State, digest_of
 
 _MAX_REHEARSALS = 6
 _LEARNING_STEPS = 2
@@ -332,29 +332,39 @@ class Step:
 
     def _pass_fence(self) -> None:
         """I am here, and none of my collectives was poisoned."""
-        self._all_reduce(1, dist.ReduceOp.MIN)
+        self._all_max([1])
 
     def _agree(self, attempt: Attempt) -> None:
-        """In the job's second step: all ranks take the early fence if one wants it."""
+        """In the job's second step: all ranks take the early fence if one wants it, and have the
+        buffers alike that are no rank's own."""
         if attempt.fence is not None or attempt.step == 1:
             return
-        wanted = self._all_reduce(int(self._forecast.wants_fence), dist.ReduceOp.MAX)
+        held = int(digest_of([b for _, b in self._state.shared_buffers()])[:7], 16)
+        wanted, most, least = self._all_max([self._forecast.wants_fence, held, -held])
         if self._worker.communicators.poisoned:
             raise Unwind
+        if most != -least:
+            raise UserError(
+                "buffers that the step changes after its update differ between the ranks (an "
+                "average that takes in BatchNorm's buffers?), so no rank holds a copy of another's; "
+                "keep such buffers out of the average, or make them equal on all ranks"
+            )
         attempt.fence = "early" if wanted else "none"
         self._forecast.capture(attempt)  # a successor of this rank must know what was agreed
 
-    def _all_reduce(self, value: int, operation: Any) -> int:
-        """A collective of everstep's own, which is no part of the step's trace."""
+    def _all_max(self, values: list[int]) -> list[int]:
+        """The largest of each value over all ranks: a collective of everstep's own, which is no
+        part of the step's trace."""
         communicators = self._worker.communicators
         options = dist.AllreduceOptions()
-        options.reduceOp = operation
-        cell = torch.tensor([value], dtype=torch.int32)
+        largest: Any = dist.ReduceOp.MAX
+        options.reduceOp = largest
+        cells = torch.tensor(values, dtype=torch.int32)
         communicators.before_launch = None
-        self._worker.world.allreduce([cell], options).wait()
+        self._worker.world.allreduce([cells], options).wait()
         communicators.before_launch = self._before_collective
         communicators.trace.pop()
-        return int(cell)
+        return [int(cell) for cell in cells]
 
     # ------------------------------------------------------------ failure
 
