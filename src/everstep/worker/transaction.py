@@ -346,8 +346,8 @@ class Step:
         if most != -least:
             raise UserError(
                 "buffers that the step changes after its update differ between the ranks (an "
-                "average that takes in BatchNorm's buffers?), so no rank holds a copy of another's; "
-                "keep such buffers out of the average, or make them equal on all ranks"
+                "average that takes in BatchNorm's buffers?), so no rank holds a copy of "
+                "another's; keep them out of the average, or make them equal on all ranks"
             )
         attempt.fence = "early" if wanted else "none"
         self._forecast.capture(attempt)  # a successor of this rank must know what was agreed
