@@ -275,7 +275,7 @@ class Communicators:
             self.groups.append(group)
         if not self.solo:
             try:
-                self._build([group], self.generation, self.generation)
+                self._build([group], self.generation)
             except BaseException:
                 self.forget(group)
                 raise
@@ -300,7 +300,7 @@ class Communicators:
             if self.stopped >= generation:
                 raise Stopped(self.stopped)
             self.generation = generation
-        self._build(self.groups, generation, generation)
+        self._build(self.groups, generation)
         with self._lock:
             if self.stopped >= generation:
                 raise Stopped(self.stopped)
@@ -308,15 +308,15 @@ class Communicators:
             self.poisoned = False
             self.error = None
 
-    def _build(self, groups: Iterable[OuterGroup], generation: int, stop_at: int) -> None:
+    def _build(self, groups: Iterable[OuterGroup], generation: int) -> None:
         builders = [Builder(group, generation, self._make_inner, self._built) for group in groups]
         with self._changed:
             self._unbuilt = [(g, inner) for g, inner in self._unbuilt if g >= generation]
             for builder in builders:
                 builder.start()
-            while not all(b.finished for b in builders) and self.stopped < stop_at:
+            while not all(b.finished for b in builders) and self.stopped < generation:
                 self._changed.wait()  # bounded: builders end by the inner group's build timeout
-            stopped = self.stopped >= stop_at
+            stopped = self.stopped >= generation
             ended = [b for b in builders if b.finished]
             for builder in builders:
                 builder.abandoned = not builder.finished
