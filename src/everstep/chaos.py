@@ -3,7 +3,8 @@
 A specification is `KIND:rank=R,step=S[,at=PLACE]`. KIND is `kill`, `term`, `segv`, `abort`,
 `raise`, `exit0` or `exit=N`; PLACE is where in the step it fires. A fault fires once in a job:
 whoever wants two writes two, and two equal ones are two faults, the second of which meets the step
-when it is done again.
+when it is done again. A rank that took the step from a peer, and so never came to the place, meets
+the fault at that place of its next step.
 
 Parsing refuses what can be known to never fire (a rank that does not exist, step 0). It does not
 know how many steps the script makes; `everstep prove` says afterwards which faults did not fire.

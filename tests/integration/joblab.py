@@ -124,8 +124,15 @@ def assert_same_run(clean: Result, faulted: Result) -> None:
     assert len(clean.of("incident_opened")) == 0
 
 
+def _story(result: Result) -> str:
+    """What happened, a line each: for a message that is read on another machine."""
+    told = ("fault_fired", "incident_opened", "incident_closed", "exited", "note", "ended")
+    rows = [record for record in result.records if record["event"] in told]
+    return "\n".join(str(row)[:300] for row in rows) + "\n" + "\n".join(result.lines[-20:])
+
+
 def assert_survived(result: Result, *faults: str) -> None:
     """Every fault fired once, every incident was closed, and no step was lost."""
-    assert result.fired() == Counter(faults)
+    assert result.fired() == Counter(faults), _story(result)
     assert len(result.closed) == len(result.of("incident_opened")) > 0
     assert [record["steps_lost"] for record in result.closed] == [0] * len(result.closed)

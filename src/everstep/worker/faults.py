@@ -2,7 +2,8 @@
 spec says.
 
 A fault is told to the agent before it fires, so that it fires once a job, whatever becomes of this
-process. It never fires in a rehearsal."""
+process. It never fires in a rehearsal. A rank that was stopped short of the place, and took the step
+from a peer, meets the fault at that place of its next step."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Faults:
         if not self._pending or not self.step:
             return
         for spec in list(self._pending):
-            if spec.at == at and spec.step == self.step:
+            if spec.at == at and spec.step <= self.step:
                 self._pending.remove(spec)
                 self._control.send(messages.Fired(index=spec.index, t=time.monotonic()))
                 self._do(spec)
