@@ -18,10 +18,10 @@ define timed
 @begin=$$(date +%s); echo "== $(1)"; ( $(2) ); echo "== $(1): $$(( $$(date +%s) - begin )) s"
 endef
 
-.PHONY: help setup demo test test-fast lint format bench clean
+.PHONY: help setup demo test test-fast lint format bench bench-peers soak clean
 
 help: ## List the tasks
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "everstep needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
@@ -59,6 +59,12 @@ bench: $(READY) ## Measure the bars: recovery, cost of a collective, cost of a s
 	if (( $${#found[@]} == 0 )); then echo "there is no benchmarks/bench_*.py" >&2; exit 1; fi; \
 	for bench in "$${found[@]}"; do echo "== $$bench"; $(BIN)/python "$$bench" $(ARGS); done
 
+soak: $(READY) ## 100,000 simulated schedules of the core; ARGS='--seed N' tells one of them
+	@$(BIN)/python -m tests.simulation.soak $(ARGS)
+
+bench-peers: $(READY) ## Measure everstep beside torchrun, NVRx and torchft; writes docs/reference/peers.md
+	@$(BIN)/python benchmarks/peers/bench.py --publish $(ARGS)
+
 clean: ## Remove what the tasks made: environment, caches, runs
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis everstep-runs dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis everstep-runs dist build/peers
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -73,7 +73,8 @@ class GPT(nn.Module):
         self.eval()
         text = list(start.encode())
         for _ in range(length):
-            logits = self(torch.tensor([text[-self.context :]]))[0, -1]
+            tokens = torch.tensor([text[-self.context :]], device=self.tokens.weight.device)
+            logits = self(tokens)[0, -1]
             text.append(int(torch.multinomial(logits.softmax(-1), 1)))
         return bytes(text).decode(errors="replace")
 
@@ -121,6 +122,7 @@ def main() -> None:
     torch.manual_seed(args.seed + run.rank)  # dropout differs by rank; DDP takes rank 0's weights
 
     gpt = GPT(args.width, args.layers, heads=4, context=args.context, dropout=0.1)
+    gpt.to(run.device)
     model = DistributedDataParallel(gpt)
     optimizer = AdamW(model.parameters(), lr=args.lr)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, args.warmup)))
@@ -130,7 +132,7 @@ def main() -> None:
 
     @run.step  # everstep
     def train_step(batch: tuple[Tensor, Tensor]) -> Tensor:
-        tokens, targets = batch
+        tokens, targets = (part.to(run.device) for part in batch)
         loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -16,18 +16,23 @@ __version__ = "0.1.0"
 __all__ = ["EverstepError", "PeerError", "StateLost", "TransientError", "UserError", "init"]
 
 
-def init() -> Run | Any:
+def init(*, rng: str = "keyed") -> Run | Any:
     """Join the job; stands where `dist.init_process_group` stood.
 
     Under `everstep run` it returns the protected run. Anywhere else (plain `python`, torchrun,
     `EVERSTEP=off`) it returns an unprotected one with the same methods, and says so once. Calling
-    it again returns the same run. Blocks until all ranks have joined. Main thread. Raises UserError
+    it again returns the same run.
+
+    `rng`: "keyed" (each step and section starts with generators seeded for it, so that no stream
+    has to be saved) or "carry" (the script's own streams go on; they travel with every step).
+
+    Blocks until all ranks have joined. Main thread. Raises UserError
     where torch.distributed is set up already."""
     from everstep.worker.process import current_run
 
-    run = current_run()
+    run = current_run(rng)
     if run is not None:
         return run
     from everstep.worker.unprotected import plain_run
 
-    return plain_run()
+    return plain_run(rng)

@@ -1,19 +1,30 @@
 """Faults on purpose: from what a person writes to what a worker obeys.
 
-A specification is `KIND:rank=R,step=S[,at=PLACE]`. KIND is `kill`, `term`, `segv`, `abort`,
-`raise`, `exit0` or `exit=N`; PLACE is where in the step it fires. A fault fires once in a job:
-whoever wants two writes two, and two equal ones are two faults, the second of which meets the step
-when it is done again. A rank that took the step from a peer, and so never came to the place, meets
-the fault at that place of its next step.
+A specification is `KIND:rank=R,step=S[,at=PLACE]`, KIND what happens and PLACE where in the step. A
+fault fires once in a job: whoever wants two writes two, and two equal ones are two faults, the
+second of which meets the step when it is done again. A rank that took the step from a peer, and so
+never came to the place, meets the fault at that place of its next step.
 
-Parsing refuses what can be known to never fire (a rank that does not exist, step 0). It does not
-know how many steps the script makes; `everstep prove` says afterwards which faults did not fire.
+`random:count=N,seed=K,steps=A-B[,kinds=a+b][,places=c+d]` stands for N faults, drawn here, before
+anything starts, and from then on like any that was written. Equal seed, steps and world give equal
+faults, on every machine and version of Python: only `Random.random` is used, which Python promises
+to keep. The steps are cut into N stretches of equal length with one fault each; where a stretch is
+two steps or more, its last one stays free, so that a fault never meets the recovery of another, for
+ranks are never more than one step apart.
+
+Parsing refuses what can be known to never fire (a rank that does not exist, step 0) or to do
+nothing. It does not know how many steps the script makes; `everstep prove` says afterwards which
+faults did not fire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
 from typing import get_args, get_type_hints
+
+import msgspec
 
 from everstep.errors import UserError
 from everstep.spelling import nearest
@@ -22,37 +33,77 @@ from everstep.wire.messages import ChaosSpec
 _HINTS = get_type_hints(ChaosSpec)
 KINDS: tuple[str, ...] = get_args(_HINTS["kind"])
 PLACES: tuple[str, ...] = get_args(_HINTS["at"])
-WRITTEN_KINDS = (*(kind for kind in KINDS if kind != "exit"), "exit0", "exit=N")
+WRITTEN_KINDS = (
+    *(kind for kind in KINDS if kind not in ("exit", "slow")),
+    "exit0",
+    "exit=N",
+    "slow=F",
+)
+
+SETUP = "setup"
+IN_STEP = ("forward", "backward", "fence", "optimizer", "commit")
+"""Places that a step comes to each time it is tried."""
+IN_RECOVERY = ("recovery", "rebuild", "fetch", "serve")
+"""Places that a rank comes to only when something has failed."""
+
+NO_FAILURE = ("slow", "corrupt")
+"""Kinds after which the rank goes on: a failure that comes later is another's."""
+SILENT = ("stop", "hang")
+"""Kinds that nobody is told of: the rank does not go on, and is found by its silence."""
+
 FORM = "KIND:rank=R,step=S[,at=" + "|".join(PLACES) + "]"
+RANDOM = "random"
+RANDOM_FORM = "random:count=N,seed=K,steps=A-B[,kinds=KIND+...][,places=PLACE+...]"
 DEFAULT_PLACE = "backward"
+DEFAULT_RANDOM_KINDS = ("kill", "term", "segv", "abort", "raise", "exit0")
+"""What random faults are unless said otherwise: each is noticed at once."""
+DEFAULT_RANDOM_PLACES = (*IN_STEP, "between")
+"""Where random faults fire unless said otherwise: every step comes to each of them."""
+
 _KEYS = ("rank", "step", "at")
+_RANDOM_KEYS = ("count", "seed", "steps", "kinds", "places")
+_MOST = 100_000  # random faults: nobody means more, and all of them are written to the journal
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True):
+    """What `random:` stands for, until the world is known. `text`: as it was written."""
+
+    text: str
+    count: int
+    seed: int
+    first: int
+    last: int
+    kinds: tuple[str, ...]
+    places: tuple[str, ...]
+
+
+# ---------------------------------------------------------------------- what others call
 
 
 def parse(text: str, index: int = 0) -> ChaosSpec:
-    """The fault that `text` describes. `index` is its number in the job.
+    """The one fault that `text` describes. `index` is its number in the job.
 
     Raises UserError that names the part of `text` that is wrong and what may stand there. Does not
     block."""
     head, colon, tail = text.strip().partition(":")
-    kind, code = _parse_kind(text, head)
+    kind, code, factor = _parse_kind(text, head)
     if not colon:
         raise _refusal(text, f"it names no rank and no step; write {FORM}")
-    values = _parse_pairs(text, tail)
-    missing = [key for key in ("rank", "step") if key not in values]
-    if missing:
-        raise _refusal(text, f"{' and '.join(missing)} is missing; write {FORM}")
+    values = _parse_pairs(text, tail, _KEYS, FORM)
+    place = _parse_place(text, values.get("at", DEFAULT_PLACE))
+    needed = ("rank",) if place == SETUP else ("rank", "step")
+    _need(text, values, needed, FORM)
     rank = _number(text, "rank", values["rank"])
-    step = _number(text, "step", values["step"])
+    step = _number(text, "step", values.get("step", "0"))
     if rank < 0:
         raise _refusal(text, f"rank={rank} can never fire; ranks count from 0")
-    if step < 1:
+    if place == SETUP and step != 0:
+        raise _refusal(text, f"step={step} is no part of the set-up; leave it out, or write step=0")
+    if place != SETUP and step < 1:
         raise _refusal(text, f"step={step} can never fire; steps count from 1")
-    place = values.get("at", DEFAULT_PLACE)
-    if place not in PLACES:
-        raise _refusal(
-            text,
-            f"at={place} is no place{_nearest(place, PLACES)}; it is one of {', '.join(PLACES)}",
-        )
+    unfit = _unfit(kind, place)
+    if unfit:
+        raise _refusal(text, unfit)
     return ChaosSpec(
         index=index,
         text=text.strip(),
@@ -61,17 +112,28 @@ def parse(text: str, index: int = 0) -> ChaosSpec:
         step=step,
         at=place,  # type: ignore[arg-type]  # one of PLACES, likewise
         code=code,
+        factor=factor,
     )
 
 
 def parse_all(texts: Iterable[str], world_size: int) -> tuple[ChaosSpec, ...]:
-    """All faults of a job of `world_size` ranks, numbered in the order given.
+    """All faults of a job of `world_size` ranks, random ones drawn, numbered in the order given.
 
     Raises UserError as `parse` does, and for a rank that the job does not have.
     """
-    specs = tuple(parse(text, index) for index, text in enumerate(texts))
+    written: list[str] = []
+    for text in texts:
+        drawn = _parse_random(text)
+        written += [text] if drawn is None else _draw(drawn, world_size)
+    specs = tuple(parse(text, index) for index, text in enumerate(written))
     check_world(specs, world_size)
     return specs
+
+
+def check(text: str) -> None:
+    """Raise UserError for what is wrong with `text` in a job of any size."""
+    if _parse_random(text) is None:
+        parse(text)
 
 
 def check_world(specs: Sequence[ChaosSpec], world_size: int) -> None:
@@ -87,10 +149,23 @@ def check_world(specs: Sequence[ChaosSpec], world_size: int) -> None:
             )
 
 
-def _parse_kind(text: str, head: str) -> tuple[str, int]:
-    """The kind and the exit code that the part before the colon stands for."""
+def where(spec: ChaosSpec) -> str:
+    """The place of a fault, for a sentence: `backward of step 5`."""
+    if spec.at == SETUP:
+        return "the end of its set-up"
+    if spec.at in IN_RECOVERY:
+        place = "" if spec.at == "recovery" else f"{spec.at} in "
+        return f"{place}a recovery of step {spec.step} or later"
+    return f"{spec.at} of step {spec.step}"
+
+
+# ---------------------------------------------------------------------- one fault
+
+
+def _parse_kind(text: str, head: str) -> tuple[str, int, float]:
+    """The kind, the exit code and the factor that the part before the colon stands for."""
     if head == "exit0":
-        return "exit", 0
+        return "exit", 0, 1.0
     name, equals, number = head.partition("=")
     if name == "exit":
         code = _number(text, "exit", number) if equals else 0
@@ -98,31 +173,152 @@ def _parse_kind(text: str, head: str) -> tuple[str, int]:
             raise _refusal(
                 text, "an exit code is exit=1 to exit=255, or exit0 for an early end with code 0"
             )
-        return "exit", code
+        return "exit", code, 1.0
+    if name == "slow":
+        return "slow", 0, _factor(text, number)
     if head not in KINDS:
         choices = ", ".join(WRITTEN_KINDS)
         raise _refusal(
             text,
-            f"{head!r} is no kind of fault{_nearest(head, WRITTEN_KINDS)}; it is one of {choices}",
+            f"{head!r} is no kind of fault{_nearest(head, (*WRITTEN_KINDS, RANDOM))}; it is one of "
+            f"{choices}, or {RANDOM}",
         )
-    return head, 0
+    return head, 0, 1.0
 
 
-def _parse_pairs(text: str, tail: str) -> dict[str, str]:
+def _factor(text: str, number: str) -> float:
+    try:
+        factor = float(number)
+    except ValueError:
+        factor = math.nan
+    if not (factor > 1 and math.isfinite(factor)):
+        raise _refusal(
+            text, "slow=F takes how many times as long the step is to take, a number above 1"
+        )
+    return factor
+
+
+def _parse_place(text: str, place: str) -> str:
+    if place not in PLACES:
+        raise _refusal(
+            text,
+            f"at={place} is no place{_nearest(place, PLACES)}; it is one of {', '.join(PLACES)}",
+        )
+    return place
+
+
+def _unfit(kind: str, place: str) -> str:
+    """Why a fault of `kind` does nothing at `place`; "" where it does."""
+    if kind == "slow" and place not in IN_STEP:
+        return f"slow makes a step longer, so its place is one of {', '.join(IN_STEP)}"
+    if kind == "corrupt" and place == SETUP:
+        return "corrupt needs a protected parameter, and at=setup comes before run.protect"
+    if kind == "corrupt" and place == "fetch":
+        return "what corrupt would change is overwritten by what is fetched; take at=recovery"
+    return ""
+
+
+def _parse_pairs(text: str, tail: str, keys: Sequence[str], form: str) -> dict[str, str]:
     """The `key=value` pairs after the colon; each key once."""
     values: dict[str, str] = {}
     for part in tail.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not value:
-            raise _refusal(text, f"{part.strip()!r} is not key=value; write {FORM}")
-        if key not in _KEYS:
+            raise _refusal(text, f"{part.strip()!r} is not key=value; write {form}")
+        if key not in keys:
             raise _refusal(
-                text, f"{key!r} is no key{_nearest(key, _KEYS)}; the keys are {', '.join(_KEYS)}"
+                text, f"{key!r} is no key{_nearest(key, keys)}; the keys are {', '.join(keys)}"
             )
         if key in values:
             raise _refusal(text, f"{key} is given twice; give each key once")
         values[key] = value
     return values
+
+
+def _need(text: str, values: Mapping[str, str], keys: Sequence[str], form: str) -> None:
+    missing = [key for key in keys if key not in values]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise _refusal(text, f"{' and '.join(missing)} {verb} missing; write {form}")
+
+
+# ---------------------------------------------------------------------- random faults
+
+
+def _parse_random(text: str) -> Draw | None:
+    """What a `random:` text asks for; None for any other text."""
+    head, colon, tail = text.strip().partition(":")
+    if head != RANDOM:
+        return None
+    if not colon:
+        raise _refusal(text, f"it says neither how many nor where; write {RANDOM_FORM}")
+    values = _parse_pairs(text, tail, _RANDOM_KEYS, RANDOM_FORM)
+    _need(text, values, ("count", "seed", "steps"), RANDOM_FORM)
+    count, seed = (_number(text, key, values[key]) for key in ("count", "seed"))
+    if not 1 <= count <= _MOST:
+        raise _refusal(text, f"count={count} is not 1 to {_MOST}")
+    if seed < 0:
+        raise _refusal(text, f"seed={seed} is below 0, and Python's generator takes -1 for 1")
+    first, last = _parse_steps(text, values["steps"])
+    if count > last - first + 1:
+        raise _refusal(
+            text,
+            f"count={count} faults do not fit into {last - first + 1} steps, one in each: two at "
+            "once may hit all holders of a shard, and then no copy is left",
+        )
+    kinds = _parts(values.get("kinds"), DEFAULT_RANDOM_KINDS)
+    places = _parts(values.get("places"), DEFAULT_RANDOM_PLACES)
+    for place in places:
+        _parse_place(text, place)
+    for kind in kinds:
+        if not _places_for(_parse_kind(text, kind)[0], places):
+            unfit = _unfit(_parse_kind(text, kind)[0], places[0])
+            raise _refusal(text, f"{kind} can never fire at {' or '.join(places)}: {unfit}")
+    return Draw(
+        text=text, count=count, seed=seed, first=first, last=last, kinds=kinds, places=places
+    )
+
+
+def _parse_steps(text: str, value: str) -> tuple[int, int]:
+    first, dash, last = value.partition("-")
+    if not (dash and first and last):
+        raise _refusal(text, f"steps={value} is not A-B, the first and the last step; write 3-40")
+    low, high = _number(text, "steps", first), _number(text, "steps", last)
+    if low < 1:
+        raise _refusal(text, f"steps={value} can never fire in step {low}; steps count from 1")
+    if high < low:
+        raise _refusal(text, f"steps={value} ends before it begins; write the smaller one first")
+    return low, high
+
+
+def _parts(value: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    return default if value is None else tuple(part.strip() for part in value.split("+"))
+
+
+def _places_for(kind: str, places: Sequence[str]) -> list[str]:
+    return [place for place in places if not _unfit(kind, place)]
+
+
+def _draw(draw: Draw, world_size: int) -> list[str]:
+    """The faults that `draw` stands for in a job of `world_size` ranks, as a person would write
+    them, in the order of their steps."""
+    random = Random(draw.seed)
+    length = draw.last - draw.first + 1
+    written = []
+    for number in range(draw.count):
+        begin = draw.first + length * number // draw.count
+        end = draw.first + length * (number + 1) // draw.count
+        step = begin + int(random.random() * max(1, end - begin - 1))
+        rank = int(random.random() * world_size)
+        kind = draw.kinds[int(random.random() * len(draw.kinds))]
+        places = _places_for(kind.partition("=")[0], draw.places)
+        place = places[int(random.random() * len(places))]
+        when = "" if place == SETUP else f"step={step},"
+        written.append(f"{kind}:rank={rank},{when}at={place}")
+    return written
+
+
+# ---------------------------------------------------------------------- words
 
 
 def _number(text: str, key: str, value: str) -> int:

@@ -89,7 +89,7 @@ def _run_options(command: Command) -> Command:
     "--chaos",
     multiple=True,
     metavar="SPEC",
-    help="A fault on purpose: KIND:rank=R,step=S[,at=PLACE].",
+    help="A fault on purpose: KIND:rank=R,step=S[,at=PLACE], or random:count=N,seed=K,steps=A-B.",
 )
 @_run_options
 def run(dry_run: bool, **options: Any) -> None:
@@ -122,7 +122,7 @@ def run(dry_run: bool, **options: Any) -> None:
     multiple=True,
     required=True,
     metavar="SPEC",
-    help="KIND:rank=R,step=S[,at=PLACE].",
+    help="KIND:rank=R,step=S[,at=PLACE], or random:count=N,seed=K,steps=A-B.",
 )
 @click.option(
     "--json",

@@ -3,9 +3,9 @@
 Theory of operation: what workers say becomes events, with the time stamped on; what the core
 answers is carried out, in order, through `Effects`. One event is finished before the next begins,
 whoever brings it. One timer stands for the core's next deadline. Beside the core the shell keeps
-what is only carried and never decided upon: each rank's capsules of the newest three steps, its
-random key and recorded results for its next incarnation, which faults have fired, and the
-half-complete exchanges of addresses.
+what is only carried and never decided upon: each rank's capsules of the newest three steps (with
+those of the sections after them), its random key, recorded results and tape for its next
+incarnation, which faults have fired, and the half-complete exchanges of addresses.
 
 It does not know processes, sockets or files. Loop thread only; nothing blocks.
 """
@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from everstep import chaos
 from everstep.core import actions, events
+from everstep.core.agreement import groups_of_all
+from everstep.core.hang import Evidence
 from everstep.types import Cause, CauseKind, Decision, Plan, Record
 from everstep.wire import messages
 from everstep.wire.messages import ChaosSpec, FromWorker, ToWorker
@@ -59,6 +62,7 @@ class Heritage:
     rng_key: bytes | None
     once: dict[str, bytes]
     faults: tuple[ChaosSpec, ...]
+    tape: tuple[messages.Told, ...] = ()
 
 
 class Effects(Protocol):
@@ -75,6 +79,10 @@ class Effects(Protocol):
 
     def kill(self, rank: int, incarnation: int, why: str) -> None:
         """SIGKILL a worker's whole session. Nothing, if it is dead."""
+        ...
+
+    def inspect(self) -> None:
+        """Have all workers show their stacks; what is found comes back by `inspected`, soon."""
         ...
 
     def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
@@ -98,12 +106,29 @@ class Effects(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
+class _Kept:
+    """A rank's capsule of one step, and of the sections after it, by their names."""
+
+    payload: bytes | None = None
+    sections: dict[str, bytes] = dataclasses.field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class _Exchange:
     """Entries of one group of one generation, until all are there."""
 
     entries: dict[int, bytes] = dataclasses.field(default_factory=dict)
     members: dict[int, Member] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Tape:
+    """What one rank was told since the job last began from nothing, and by which incarnation it is
+    recorded."""
+
+    incarnation: int
+    items: dict[str, messages.Told] = dataclasses.field(default_factory=dict)
 
 
 class CoordinatorShell:
@@ -135,9 +160,11 @@ class CoordinatorShell:
         self._raised: dict[Member, Cause] = {}
         self._rng_keys: dict[int, bytes] = {}
         self._once: dict[int, dict[str, bytes]] = {}
-        self._capsules: dict[int, dict[int, bytes]] = {}
+        self._tapes: dict[int, _Tape] = {}
+        self._capsules: dict[int, dict[int, _Kept]] = {}
         self._exchanges: dict[tuple[int, str], _Exchange] = {}
         self._oldest_exchanged = 0
+        self._groups: dict[int, tuple[tuple[str, int], ...]] = {}
         self._note_keys: set[str] = set()
         self._logged: dict[int, int] = {}
 
@@ -159,6 +186,14 @@ class CoordinatorShell:
         died = events.Died(rank=rank, incarnation=incarnation, cause=cause, before_kill=before_kill)
         self._feed(died)
 
+    def silent(self, evidence: tuple[Evidence, ...]) -> None:
+        """Some worker has been silent for longer than it may; `evidence` is of all that live."""
+        self._feed(events.Silent(evidence=self._with_faults(evidence)))
+
+    def inspected(self, found: events.Inspected) -> None:
+        """All workers have shown what they can."""
+        self._feed(dataclasses.replace(found, evidence=self._with_faults(found.evidence)))
+
     def message(self, rank: int, incarnation: int, message: FromWorker) -> None:
         """A worker said something."""
         if self._ended:
@@ -171,8 +206,13 @@ class CoordinatorShell:
                 self._exchange(member, message)
             case messages.Fired():
                 self._note_fired(member, message)
+            case messages.Park():
+                self._groups[rank] = message.groups
+                self._feed(self._event(member, message))
             case messages.Once():
                 self._once.setdefault(rank, {})[message.key] = message.value
+            case messages.Tape():
+                self._keep_tape(member, message)
             case messages.Raised():
                 self._raised[member] = message.cause
             case messages.Note():
@@ -190,10 +230,19 @@ class CoordinatorShell:
 
     def _keep_capsule(self, rank: int, capsule: messages.Capsule) -> None:
         kept = self._capsules.setdefault(rank, {})
-        kept[capsule.step] = capsule.payload
+        if capsule.section:
+            kept.setdefault(capsule.step, _Kept()).sections[capsule.section] = capsule.payload
+        else:
+            kept[capsule.step] = _Kept(payload=capsule.payload)
         # A rank that goes back takes its newer capsules with it; of the rest the newest are kept.
         usable = sorted(step for step in kept if step <= capsule.step)[-_CAPSULES_KEPT:]
         self._capsules[rank] = {step: kept[step] for step in usable}
+
+    def _keep_tape(self, member: Member, message: messages.Tape) -> None:
+        rank, incarnation = member
+        tape = self._tapes.get(rank)
+        if tape is not None and tape.incarnation == incarnation:
+            tape.items.update((item.key, item) for item in message.items)
 
     def _exchange(self, member: Member, address: messages.Address) -> None:
         if address.generation < self._oldest_exchanged:
@@ -211,6 +260,17 @@ class CoordinatorShell:
         for rank, incarnation in exchange.members.values():
             self._effects.send(rank, incarnation, answer)
 
+    def _with_faults(self, evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
+        """With the fault on purpose that had fired on each rank, and when."""
+        told = []
+        for each in evidence:
+            fired = self._fired.get((each.rank, each.incarnation))
+            if fired is not None:
+                fault, at_s = fired
+                each = dataclasses.replace(each, fault=fault.text, since_s=at_s)
+            told.append(each)
+        return tuple(told)
+
     def _forget_exchanges(self, below_generation: int) -> None:
         self._oldest_exchanged = max(self._oldest_exchanged, below_generation)
         for key in [key for key in self._exchanges if key[0] < self._oldest_exchanged]:
@@ -220,7 +280,8 @@ class CoordinatorShell:
         fault = self._unfired.pop(fired.index, None)
         if fault is None:
             return
-        self._fired[member] = (fault, fired.t)
+        if fault.kind not in chaos.NO_FAILURE:
+            self._fired[member] = (fault, fired.t)
         fields = {
             "index": fault.index,
             "text": fault.text,
@@ -297,14 +358,18 @@ class CoordinatorShell:
             case actions.Spawn():
                 if not action.joiner:
                     self._forget_exchanges(action.generation)
+                    self._tapes[action.rank] = _Tape(action.incarnation)
                 self._effects.spawn(action, self._heritage(action.rank))
             case actions.Kill():
                 self._effects.kill(action.rank, action.incarnation, action.why)
+            case actions.Inspect():
+                self._effects.inspect()
             case actions.SendStop(generation=generation):
                 self._forget_exchanges(generation + 1)
                 self._send_all(action.to, messages.Stop(generation=generation))
             case actions.SendPosition(step=step):
-                position = messages.Position(step=step)
+                kept = self._capsules.get(action.rank, {}).get(step - 1, _Kept())
+                position = messages.Position(step=step, capsule=kept.payload, kept=kept.sections)
                 self._effects.send(action.rank, action.incarnation, position)
             case actions.SendRegroup():
                 self._send_regroup(action)
@@ -328,24 +393,32 @@ class CoordinatorShell:
 
     def _send_regroup(self, action: actions.SendRegroup) -> None:
         self._forget_exchanges(action.generation)
+        groups = groups_of_all(self._groups)
         for rank, incarnation in action.to:
+            capsule, kept = self._capsule(rank, action.plan)
             message = messages.Regroup(
                 generation=action.generation,
                 step=action.plan.step,
                 plan=action.plan.ranks[rank],
-                capsule=self._capsule(rank, action.plan),
+                capsule=capsule,
+                groups=groups,
+                sections=action.plan.sections,
+                kept=kept,
             )
             self._effects.send(rank, incarnation, message)
 
-    def _capsule(self, rank: int, plan: Plan) -> bytes | None:
-        """The newest capsule of `rank` that is not newer than the plan's step. It may be older than
-        that step: the worker then takes nothing from it but the fence that the job has agreed on,
-        and knows so by the capsule's own step."""
+    def _capsule(self, rank: int, plan: Plan) -> tuple[bytes | None, dict[str, bytes]]:
+        """The newest capsule of `rank` that is not newer than the plan's step, and what it has kept
+        of the sections after that step. The capsule may be older than the step: the worker then
+        takes nothing from it but the fence that the job has agreed on, and knows so by the
+        capsule's own step."""
         if plan.ranks[rank].decision is not Decision.FETCH:
-            return None
+            return None, {}
         kept = self._capsules.get(rank, {})
         newest = max((step for step in kept if step <= plan.step), default=None)
-        return None if newest is None else kept[newest]
+        if newest is None:
+            return None, {}
+        return kept[newest].payload, kept[newest].sections if newest == plan.step else {}
 
     def _log(self, rank: int, log: Mapping[int, Mapping[str, float]]) -> None:
         for step, scalars in log.items():
@@ -356,6 +429,7 @@ class CoordinatorShell:
             rng_key=self._rng_keys.get(rank),
             once=dict(self._once.get(rank, {})),
             faults=tuple(fault for fault in self._unfired.values() if fault.rank == rank),
+            tape=tuple(self._tapes[rank].items.values()) if rank in self._tapes else (),
         )
 
     # ------------------------------------------------------------ time
@@ -384,9 +458,14 @@ def _plain_event(rank: int, incarnation: int, message: FromWorker) -> events.Eve
             return events.Protected(
                 rank=rank, incarnation=incarnation, shard=shard, manifest=manifest, digests=digests
             )
-        case messages.Commit(generation=generation, step=step, t=at_s):
+        case messages.Commit(generation=generation, step=step, sections=sections, t=at_s):
             return events.Committed(
-                rank=rank, incarnation=incarnation, generation=generation, step=step, at_s=at_s
+                rank=rank,
+                incarnation=incarnation,
+                generation=generation,
+                step=step,
+                sections=sections,
+                at_s=at_s,
             )
         case messages.Wait():
             return events.Waiting(rank=rank, incarnation=incarnation)
@@ -410,6 +489,7 @@ def _plain_event(rank: int, incarnation: int, message: FromWorker) -> events.Eve
                 nbytes=message.nbytes,
                 sources=message.sources,
                 digest=message.digest,
+                held=message.held,
                 at_s=message.t,
             )
         case messages.Close(generation=generation, step=step):

@@ -35,6 +35,7 @@ DEFAULT_FILE = "everstep.toml"
 ENVIRONMENT_PREFIX = "EVERSTEP_"
 RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 COLORS = ("auto", "always", "never")
+DEVICES = ("auto", "cpu", "cuda")
 _OF_WORKERS = ("EVERSTEP_INCARNATION", "EVERSTEP_JOB")
 _SURE = 0.75  # how alike a variable must be to a setting's to have been meant for it
 
@@ -97,8 +98,8 @@ class RunSettings:
     pass."""
 
     join_timeout_s: float = 300.0
-    """Seconds a replacement has from its start to the end of its rehearsal. As long as the park of
-    its peers."""
+    """Seconds a replacement has from its start until it is set up, and again for its rehearsal,
+    once its peers have parked. As long as their park."""
 
     regroup_timeout_s: float = 60.0
     """Seconds to rebuild all communicators and move the state. Far above the second it takes."""
@@ -114,6 +115,45 @@ class RunSettings:
     quiesce_timeout_s: float = 5.0
     """Seconds an aborted communicator's work may take to let go of its tensors. Short: its sockets
     are shut by then."""
+
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: CUDA where torch has nccl and sees a device for each worker of the
+    machine, as `run.device` then says. A script that puts nothing there loses nothing by it."""
+
+    watch: bool = True
+    """Look for workers that are stopped or hang. Off for work with a debugger or profiler that
+    holds a worker without showing it; one that shows suspends the watch by itself."""
+
+    stopped_timeout_s: float = 1.5
+    """Seconds a worker may be stopped by a signal (SIGSTOP) before it is replaced. Short: a stopped
+    process is certain, and its peers wait."""
+
+    hang_timeout_s: float = 60.0
+    """Seconds a worker in a step may stand still while others wait for it; five times the longest
+    pause of late, where that is more. Above a pause for the garbage collector or for data."""
+
+    first_step_timeout_s: float = 1800.0
+    """Seconds as hang_timeout_s has them, in the first two steps and while torch compiles.
+    Compilation and warm-up of large models take many minutes."""
+
+    section_timeout_s: float = 600.0
+    """Seconds as hang_timeout_s has them, between steps and in sections, where a save or an
+    evaluation may stand. As long as a collective may take: its peers wait in one meanwhile."""
+
+    max_per_cause: int = 20
+    """Incidents of one kind of cause within incident_window_s after which the job ends. What fails
+    every three minutes for an hour will not pass by itself."""
+
+    incident_window_s: float = 3600.0
+    """Seconds over which incidents of one kind are counted. Long enough to tell a fault that stays
+    from a bad hour."""
+
+    backoff_s: float = 0.5
+    """Seconds before a rank that failed twice within a minute is started again, doubled each time
+    more; the first start is at once. About what a start costs."""
+
+    max_backoff_s: float = 30.0
+    """Most seconds before a rank is started again. Its peers wait meanwhile."""
 
     quiet: bool = False
     """Show neither the workers' output nor the live line; incidents and the summary stay. The logs
@@ -167,11 +207,15 @@ _CHECKS: dict[str, _Check] = {
     "nproc_per_node": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
     "max_nproc": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
     "max_restarts": _NOT_NEGATIVE,
+    "max_per_cause": _NOT_NEGATIVE,
     "master_port": _Check(
         passes=lambda value: 0 <= value <= 65535, must="must be 0 (a free one) to 65535"
     ),
     "log_dir": _NOT_EMPTY,
     "shm_dir": _NOT_EMPTY,
+    "device": _Check(
+        passes=lambda value: value in DEVICES, must=f"must be one of {', '.join(DEVICES)}"
+    ),
     "color": _Check(
         passes=lambda value: value in COLORS, must=f"must be one of {', '.join(COLORS)}"
     ),
@@ -206,6 +250,8 @@ def resolve(
     if "run_id" not in values:
         values["run_id"] = new_run_id()
         sources["run_id"] = Source(kind=SourceKind.DEFAULT, where="(made from the date)")
+    ranks = values.get("nproc_per_node", RunSettings.nproc_per_node)
+    values["chaos"] = faults.parse_all(values.get("chaos", ()), ranks)
     settings = RunSettings(**values)
     for name in _types():
         sources.setdefault(name, Source(kind=SourceKind.DEFAULT))
@@ -412,8 +458,10 @@ def _typed(declared: Any, value: Any) -> Any:
             return value
         raise _WrongTypeError("must be text")
     if isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value):
-        return tuple(faults.parse(text, index) for index, text in enumerate(value))
-    raise _WrongTypeError(f"must be a list of faults, each {faults.FORM}")
+        for text in value:
+            faults.check(text)
+        return tuple(value)  # what they stand for depends on the number of ranks
+    raise _WrongTypeError(f"must be a list of faults, each {faults.FORM}, or {faults.RANDOM_FORM}")
 
 
 def _check_together(settings: RunSettings, sources: Mapping[str, Source]) -> None:
@@ -425,4 +473,3 @@ def _check_together(settings: RunSettings, sources: Mapping[str, Source]) -> Non
             f"max_nproc in {DEFAULT_FILE} or {environment_name('max_nproc')}="
             f"{settings.nproc_per_node}"
         )
-    faults.check_world(settings.chaos, settings.nproc_per_node)

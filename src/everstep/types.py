@@ -59,6 +59,7 @@ class CauseKind(enum.StrEnum):
     PEER = "peer"  # a collective failed and nobody is known to be dead
     TIMEOUT = "timeout"  # a deadline of the coordinator passed
     RECEIPT = "receipt"  # restored state does not match its source's digest
+    HANG = "hang"  # the process lives and has not moved for too long, while others wait for it
     WORKER = "worker"  # everstep's own worker code asked to be replaced
 
 
@@ -89,19 +90,39 @@ class Cause:
         return 1
 
 
+Position = tuple[int, int]
+"""Where a rank stands: (steps committed, sections done after the last of them). Ordered as
+pairs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
     """What a parked worker holds, as it reports it.
 
-    `committed`: steps committed (0 before the first). `torn`: its state is not the state of any
-    step and must be restored. `can_advance`: it stands in the fence with all its gradients reduced,
-    so that it can make `committed + 1` by itself. `shard`: the key of the part of the state it
-    holds; ranks with equal keys are replicas."""
+    `committed`: steps committed (0 before the first). `sections`: sections done after the last of
+    them. `torn`: its state is not the state of any step and must be restored. `can_advance`: it
+    stands in the fence with all that the attempt needs (a step's gradients reduced, a section's
+    collectives done), so that it can commit it by itself. `in_section`: the attempt was a section,
+    not a step. `shard`: the key of the part of the state it holds; ranks with equal keys are
+    replicas."""
 
     committed: int
     torn: bool = False
     can_advance: bool = False
     shard: str = "all"
+    sections: int = 0
+    in_section: bool = False
+
+    @property
+    def position(self) -> Position:
+        """Where it stands."""
+        return self.committed, self.sections
+
+    @property
+    def ahead(self) -> Position:
+        """Where it stands after its attempt."""
+        step, sections = self.position
+        return (step, sections + 1) if self.in_section else (step + 1, 0)
 
 
 class Decision(enum.StrEnum):
@@ -124,12 +145,19 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How all ranks come to stand at one step. `step`: steps committed after the restore.
-    `ranks[r]`: rank r's part. `reason`: the decision in words."""
+    """How all ranks come to stand at one position. `step`: steps committed after the restore;
+    `sections`: sections done after the last of them. `ranks[r]`: rank r's part. `reason`: the
+    decision in words."""
 
     step: int
     ranks: tuple[RankPlan, ...]
     reason: str
+    sections: int = 0
+
+    @property
+    def position(self) -> Position:
+        """Where all ranks stand after the restore."""
+        return self.step, self.sections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

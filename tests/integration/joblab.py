@@ -79,7 +79,7 @@ def run_script(
             nproc_per_node=nproc,
             run_id=run_id,
             log_dir=str(folder),
-            chaos=tuple(chaos.parse(text, index) for index, text in enumerate(faults)),
+            chaos=chaos.parse_all(faults, nproc),
             **options,
         ),
         keeper,

@@ -52,7 +52,7 @@ def test_state_changed_after_the_update_is_exact_once_the_step_has_returned(
     ("case", "says"),
     [
         ("no-sync", "made no collective"),
-        ("closure", "closure"),
+        ("closure", "those of the first step did not"),
         ("param-before", "changes a protected parameter before its update"),
         ("unprotected", "that is not protected updates in the step"),
         ("scheduler-forgotten", "scheduler that is not protected"),

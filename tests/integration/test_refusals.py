@@ -130,9 +130,24 @@ run.protect(model=model, optimizer=optimizer)
 """,
         "communication hook",
     ),
-    "an optimizer that calls back": (
-        "run.protect(model=model, optimizer=torch.optim.LBFGS(model.parameters()))",
-        "LBFGS",
+    "an optimizer that lets the ranks part": (
+        """
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+averager = PeriodicModelAverager(period=4)
+run.protect(model=model, optimizer=PostLocalSGDOptimizer(optimizer, averager))
+""",
+        "PostLocalSGDOptimizer",
+    ),
+    "a group after the first step": (
+        """
+run.protect(model=model, optimizer=optimizer)
+train = run.step(step)
+for batch in run.batches(until=5):
+    train(batch)
+    torch.distributed.new_group([0, 1])
+""",
+        "was made after the first step",
     ),
     "parameters changed between the steps": (
         """

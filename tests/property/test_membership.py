@@ -1,4 +1,5 @@
-"""The table of members against a list of everything that ever happened."""
+"""The table of members against a list of everything that ever happened, and its tallies against
+a look at every row."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from everstep.core.membership import Member, Membership, Status
+from everstep.types import Holding
 
 WORLD = 3
 ranks = st.integers(0, WORLD - 1)
+statuses = st.sampled_from([s for s in Status if s not in (Status.DOOMED, Status.PARKED)])
+deadlines = st.none() | st.integers(0, 3)
+holdings = st.builds(Holding, committed=st.integers(0, 1), torn=st.booleans())
 
 
 class AgainstHistory(RuleBasedStateMachine):
@@ -39,8 +44,7 @@ class AgainstHistory(RuleBasedStateMachine):
         member = self.table.spawn(rank, joining=joining)
         assert member.incarnation not in self.spawned(rank)
         assert member.incarnation > max(self.spawned(rank), default=0)
-        assert (member.status, member.joining) == (Status.STARTING, joining)
-        fresh = Member(rank=rank, incarnation=member.incarnation, joining=joining)
+        fresh = Member(rank=rank, incarnation=member.incarnation, _joining=joining)
         assert member == fresh
         self.history.append(("spawn", rank, member.incarnation))
 
@@ -61,8 +65,55 @@ class AgainstHistory(RuleBasedStateMachine):
     def doom(self, rank: int) -> None:
         member = self.table.holder(rank)
         if member is not None:
-            member.status = Status.DOOMED
+            self.table.move(member, Status.DOOMED)
             self.history.append(("doom", rank, member.incarnation))
+
+    def living(self, rank: int) -> Member | None:
+        member = self.table.holder(rank)
+        return None if member is None or member.doomed else member
+
+    @rule(rank=ranks, status=statuses, deadline_s=deadlines)
+    def move(self, rank: int, status: Status, deadline_s: float | None) -> None:
+        if member := self.living(rank):
+            self.table.move(member, status, deadline_s=deadline_s)
+            assert (member.status, member.deadline_s) == (status, deadline_s)
+
+    @rule(rank=ranks, status=statuses)
+    def proceed(self, rank: int, status: Status) -> None:
+        if member := self.living(rank):
+            before_s = member.deadline_s
+            self.table.proceed(member, status)
+            assert (member.status, member.deadline_s) == (status, before_s)
+
+    @rule(rank=ranks, holding=holdings)
+    def park(self, rank: int, holding: Holding) -> None:
+        if member := self.living(rank):
+            self.table.park(member, holding)
+            assert (member.holding, member.deadline_s) == (holding, None)
+
+    @rule(rank=ranks, step=st.none() | st.integers(0, 2))
+    def leave(self, rank: int, step: int | None) -> None:
+        if member := self.living(rank):
+            self.table.leave(member, step)
+
+    @rule(rank=ranks)
+    def finish(self, rank: int) -> None:
+        if member := self.living(rank):
+            self.table.finish(member)
+
+    @rule(closed=st.booleans())
+    def admit(self, closed: bool) -> None:
+        if self.table.all_are(Status.PARKED):
+            self.table.admit(closed=closed)
+            assert self.table.all_are(Status.REGROUPING)
+            assert len(self.table.survivors()) == WORLD
+
+    @rule(now_s=st.integers(0, 4))
+    def time_passes(self, now_s: int) -> None:
+        due = [m for m in self.table.members() if m.deadline_s is not None]
+        late = [m.identity for m in due if m.deadline_s is not None and m.deadline_s <= now_s]
+        assert [m.identity for m in self.table.late(now_s)] == late
+        assert self.table.late(now_s) == []
 
     @rule()
     def advance(self) -> None:
@@ -78,6 +129,21 @@ class AgainstHistory(RuleBasedStateMachine):
         survivors = [member.identity for member in self.table.survivors()]
         assert set(survivors) <= set(held) - set(doomed)
         assert all(not m.joining for m in self.table.survivors())
+        everybody = list(self.table.members())
+        parked = [m.holding for m in self.table.survivors() if m.holding is not None]
+        assert self.table.any_survivor == bool(survivors)
+        assert self.table.survivors_parked == (len(parked) == len(survivors))
+        assert set(self.table.held) == set(parked)
+        assert set(self.table.left_at) == {m.left_at for m in everybody} - {None}
+        assert self.table.any_finished == any(m.finished for m in everybody)
+        assert self.table.all_finished == (sum(m.finished for m in everybody) == WORLD)
+        ended = [m for m in everybody if m.finished or m.closing]
+        assert self.table.all_ended == (len(ended) == WORLD)
+        assert self.table.vacant() == [r for r in range(WORLD) if self.holder(r) is None]
+        waiting = [m for m in everybody if m.status is Status.WAITING]
+        assert self.table.waiting() == waiting
+        for status in Status:
+            assert self.table.number(status) == sum(m.status is status for m in everybody)
         assert self.generations == sorted(set(self.generations))
         assert self.table.generation == self.generations[-1]
         for rank in range(WORLD):

@@ -78,6 +78,9 @@ class FakeInner:
     def abort(self) -> None:
         self.aborted += 1
 
+    def retire(self) -> None:
+        self.abort()
+
     def silent(self) -> bool:
         return self.is_silent
 

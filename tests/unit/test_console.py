@@ -238,6 +238,12 @@ def test_what_is_held_back_is_told_in_the_end(last: dict[str, Any]) -> None:
     assert tell(step(9.0, 4), opened(10.0, ECHO, rank=2), last)[0] == LOST_TOUCH
 
 
+def test_where_the_stacks_of_a_hang_are() -> None:
+    record = {"t": 9.0, "event": "hang", "incident": 1, "kind": "absent", "ranks": [1]}
+    record |= {"stacks": ["rank 1: in f at a.py:3"], "file": "runs/x/hang-1.txt"}
+    assert Narrator().tell(record) == ["where all ranks stood is in runs/x/hang-1.txt"]
+
+
 def test_further_failures_and_notes() -> None:
     third = further(10.1, cause(text="rank 3 exited with code 1"), rank=3)
     note = {"event": "note", "t": 1.0, "key": "k", "text": "zygote restarted", "rank": None}

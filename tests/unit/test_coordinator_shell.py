@@ -10,6 +10,7 @@ import pytest
 from everstep.coordinator import CoordinatorShell, Heritage, final_cause
 from everstep.core import actions as do
 from everstep.core import events as ev
+from everstep.core.hang import Evidence, Stance
 from everstep.types import Cause, CauseKind, Decision, Holding, Plan, RankPlan, Record
 from everstep.wire import messages as m
 
@@ -52,6 +53,9 @@ class Recorder:
     def kill(self, rank: int, incarnation: int, why: str) -> None:
         self.done.append(("kill", rank, incarnation))
         self.on_kill()
+
+    def inspect(self) -> None:
+        self.done.append(("inspect",))
 
     def send(self, rank: int, incarnation: int, message: m.ToWorker) -> None:
         self.done.append(("send", rank, incarnation, message))
@@ -223,8 +227,8 @@ def test_actions_are_carried_out_in_order() -> None:
         ("send", 0, 1, m.Stop(generation=3)),
         ("send", 1, 2, m.Stop(generation=3)),
         ("send", 1, 2, m.Position(step=5)),
-        ("send", 0, 1, m.Regroup(generation=4, step=5, plan=keep, capsule=None)),
-        ("send", 1, 2, m.Regroup(generation=4, step=5, plan=fetch, capsule=None)),
+        ("send", 0, 1, m.Regroup(generation=4, step=5, plan=keep, capsule=None, groups=())),
+        ("send", 1, 2, m.Regroup(generation=4, step=5, plan=fetch, capsule=None, groups=())),
         ("send", 0, 1, m.Go()),
         ("send", 0, 1, m.Closed()),
         ("send", 0, 1, m.Bye()),
@@ -299,6 +303,27 @@ class TestHeritage:
         expected = Heritage(rng_key=b"key 1", once={"k": b"value 1"}, faults=())
         assert case.heritage(1) == expected
 
+    def test_a_tape_is_its_ranks_until_it_begins_anew(self) -> None:
+        def say(incarnation: int, key: str, value: bytes) -> None:
+            told = m.Told(key=key, value=value)
+            case.shell.message(1, incarnation, m.Tape(items=(told,)))
+
+        def begin(incarnation: int) -> None:
+            case.act(do.Spawn(rank=1, incarnation=incarnation, generation=0, joiner=False))
+
+        case = Case()
+        begin(1)
+        say(1, "a", b"1")
+        say(1, "b", b"2")
+        say(1, "a", b"3")
+        kept = (m.Told(key="a", value=b"3"), m.Told(key="b", value=b"2"))
+        assert case.heritage(1).tape == kept
+        assert case.heritage(1).tape == kept  # a joiner takes nothing away
+        assert case.heritage(0).tape == ()
+        begin(3)
+        say(1, "late", b"")
+        assert case.heritage(1).tape == ()
+
     def test_a_fault_that_fired_is_not_given_again(self) -> None:
         mine, later, other = fault(0, 1, 5), fault(1, 1, 6), fault(2, 0, 5)
         case = Case(mine, later, other)
@@ -348,6 +373,23 @@ class TestCapsules:
         for payload in (b"old", b"new"):
             case.shell.message(1, 1, m.Capsule(step=5, payload=payload))
         assert case.sent(self.REGROUP)[1][2].capsule == b"new"
+
+    def test_what_was_kept_of_the_sections_after_a_step_comes_with_it(self) -> None:
+        case = Case()
+        for step, section in ((4, ""), (4, "a"), (5, ""), (5, "a"), (5, "b"), (5, "a")):
+            payload = f"{step}{section}".encode()
+            case.shell.message(1, 1, m.Capsule(step=step, section=section, payload=payload))
+        keep, fetch = (sent[2] for sent in case.sent(self.REGROUP))
+        assert (keep.kept, keep.sections) == ({}, 0)
+        assert (fetch.capsule, fetch.kept) == (b"5", {"a": b"5a", "b": b"5b"})
+        position = case.sent(do.SendPosition(rank=1, incarnation=2, step=5))[0][2]
+        assert (position.capsule, position.kept) == (b"4", {"a": b"4a"})
+
+    def test_a_step_that_is_done_again_has_no_sections_yet(self) -> None:
+        case = Case()
+        for section in ("", "a", ""):
+            case.shell.message(1, 1, m.Capsule(step=5, section=section, payload=b"x"))
+        assert case.sent(self.REGROUP)[1][2].kept == {}
 
 
 class TestAddresses:
@@ -474,3 +516,22 @@ class TestCauses:
         assert isinstance(died, ev.Died)
         assert (faulted.cause.fault, faulted.cause.at_s) == ("kill:rank=1,step=5", 99.5)
         assert died.cause.fault is None
+
+
+def test_silence_goes_to_the_core_with_the_fault_that_had_fired() -> None:
+    case = Case(fault(0, rank=1, step=3))
+    case.core.answers[ev.Silent] = [do.Inspect()]
+    case.shell.message(1, 1, m.Fired(index=0, t=77.0))
+    evidence = tuple(
+        Evidence(rank=rank, incarnation=1, stance=Stance.WORKING, where="", since_s=90.0)
+        for rank in (0, 1)
+    )
+    case.shell.silent(evidence)
+    assert case.effects.done[-1] == ("inspect",)
+    case.shell.inspected(ev.Inspected(evidence=evidence, stacks=("s",), file="f"))
+    for event in case.core.seen[-2:]:
+        assert isinstance(event, (ev.Silent, ev.Inspected))
+        assert [(each.fault, each.since_s) for each in event.evidence] == [
+            (None, 90.0),
+            ("kill:rank=1,step=3", 77.0),
+        ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.core.agreement import disagreement, joiner_disagreement
+from everstep.core.agreement import disagreement, joiner_disagreement, shared
 from everstep.core.events import Protected
 
 
@@ -81,3 +81,23 @@ def test_a_joiners_layout_must_be_the_jobs() -> None:
     assert text is not None
     assert "rank 1's replacement (incarnation 1) built other state" in text
     assert "b is missing" in text
+
+
+def test_a_joiner_that_built_another_ranks_shard_is_refused() -> None:
+    peers = {0: said(0, shard="a"), 1: said(1, shard="b")}
+    assert joiner_disagreement(said(1, shard="b"), peers) is None
+    text = joiner_disagreement(said(1, shard="a"), peers)
+    assert text is not None
+    assert "built shard 'a', and the rank's part of the state is 'b'" in text
+
+
+def test_equal_replicas_share_one_table_of_digests() -> None:
+    first_of: dict[str, Protected] = {}
+    one, other, odd = (
+        shared(said(rank, a=value), first_of) for rank, value in ((0, "1"), (1, "1"), (2, "2"))
+    )
+    assert one.digests is other.digests
+    assert odd.digests == {"a": "2"}
+    assert first_of == {one.shard: one}
+    assert disagreement({0: one, 1: other}) is None
+    assert disagreement({0: one, 1: other, 2: odd}) is not None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from everstep.agent.progress import ProgressFile, sweep
+from everstep.core.hang import Entered
 from everstep.errors import UserError
-from everstep.worker.progress import SIZE_BYTES, Phase, Progress
+from everstep.worker.progress import NAME_BYTES, ROWS, SIZE_BYTES, Phase, Progress
 
 
 def test_the_agent_sees_what_the_worker_stores(tmp_path: Path) -> None:
@@ -103,3 +105,79 @@ def test_the_sweep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -
         "everstep-directory",
     }
     living.remove()
+
+
+def entered(file: ProgressFile) -> list[Entered]:
+    return sorted(file.read().groups.values(), key=lambda each: each.name)
+
+
+def test_what_was_entered_of_each_communicator(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path, "run", 0, 1)
+    worker = Progress(file.path)
+    world, pair = worker.join("world", range(4)), worker.join("pair", (0, 2))
+    worker.entered(world, "allreduce", 1 << 40)
+    worker.entered(world, "broadcast", 7)
+    worker.entered(pair, "no such kind", 1)
+    assert entered(file) == [
+        Entered(count=1, kind="collective", elements=1, name="pair"),
+        Entered(count=2, kind="broadcast", elements=7, name="world"),
+    ]
+    seen = file.glance()
+    assert (seen.collectives, seen.last, seen.groups) == (3, "collective", {})
+    # A message is between two: its count would differ from that of the other members.
+    worker.entered(pair, "send", 5)
+    assert entered(file)[0].count == 1
+    assert file.glance().last == "send"
+    worker.regroup(3)
+    assert file.read().generation == 3
+    assert [each.count for each in entered(file)] == [0, 0]
+    worker.leave(pair)
+    assert [each.name for each in entered(file)] == ["world"]
+    worker.close()
+    file.remove()
+
+
+def test_communicators_of_one_name_are_told_apart_by_their_ranks(tmp_path: Path) -> None:
+    """The halves of a split have one name."""
+    identities = []
+    for rank, ranks in enumerate([(0, 1), (0, 1), (2, 3)]):
+        file = ProgressFile(tmp_path, "run", rank, 1)
+        worker = Progress(file.path)
+        worker.join("half", ranks)
+        identities.append(set(file.read().groups))
+        worker.close()
+        file.remove()
+    assert identities[0] == identities[1] != identities[2]
+
+
+def test_a_table_that_is_full_says_so(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path, "run", 0, 1)
+    worker = Progress(file.path)
+    rows = [worker.join(f"{'x' * NAME_BYTES}{number}", (number,)) for number in range(ROWS)]
+    assert len(set(rows)) == len(file.read().groups) == ROWS
+    extra = worker.join("extra", (0, 1))
+    assert (extra, file.read().unlisted) == (0, 1)
+    worker.entered(extra, "allreduce", 3)  # counted among all, and nowhere else
+    assert {each.count for each in entered(file)} == {0}
+    worker.leave(extra)
+    worker.leave(rows[5])
+    assert file.read().unlisted == 0
+    assert worker.join("extra", (0, 1)) == rows[5]
+    worker.close()
+    file.remove()
+
+
+def test_a_debugger_in_the_process_is_seen_at_the_next_step(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path, "run", 0, 1)
+    worker = Progress(file.path)
+    before = sys.getprofile()
+    try:
+        sys.setprofile(lambda *_: None)
+        worker.step = 5
+        assert file.glance().debugged
+    finally:
+        sys.setprofile(before)
+    worker.waits(True)
+    assert file.glance().waiting
+    worker.close()
+    file.remove()

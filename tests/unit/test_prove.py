@@ -118,9 +118,11 @@ def test_a_proof(proof: Proof) -> None:
         "ranks": 4,
         "clean_wall_s": pytest.approx(4.9, abs=0.2),
         "faulted_wall_s": pytest.approx(5.1, abs=0.2),
+        "faults": [journals.FAULT],
         "incidents": [
             {
                 "fault": journals.FAULT,
+                "faults": [journals.FAULT],
                 "rung": "respawn",
                 "state_from": "peer",
                 "reason": "rank 1 takes step 4 from ranks 0, 2, 3",

@@ -122,6 +122,7 @@ def test_chaos_from_everywhere(where: str) -> None:
         ("grace_s", "inf", "must be above 0"),
         ("record", "perhaps", "must be true or false"),
         ("color", "blue", "must be one of auto, always, never"),
+        ("device", "tpu", "must be one of auto, cpu, cuda"),
         ("run_id", "a/b", "1 to 64 letters"),
         ("run_id", "..", "1 to 64 letters"),
         ("run_id", "x" * 65, "1 to 64 letters"),

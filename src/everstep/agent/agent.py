@@ -27,7 +27,8 @@ from everstep.agent import processes
 from everstep.agent.ending import END_TIMEOUT_S, end_marked, end_session, exit_status
 from everstep.agent.nursery import Nursery
 from everstep.agent.progress import ProgressFile
-from everstep.agent.workers import Worker, torchrun_environment
+from everstep.agent.sentry import Sentry
+from everstep.agent.workers import Worker, torchrun_environment, worker_spec
 from everstep.agent.zygote import Zygote, ZygotePlan, environment
 from everstep.coordinator import CoordinatorShell, Core, Heritage
 from everstep.core import actions
@@ -41,8 +42,8 @@ from everstep.wire.messages import (
     Fork,
     Forked,
     FromWorker,
+    Stop,
     ToWorker,
-    WorkerSpec,
 )
 
 Member = tuple[int, int]  # rank and incarnation
@@ -102,8 +103,17 @@ class Agent:
         self._alone.set()
         self._workers: dict[Member, Worker] = {}
         self._by_pid: dict[int, Worker] = {}
+        self._unborn: dict[Member, asyncio.TimerHandle] = {}  # those whose start waits
         # Of first incarnations, by rank: made before anything starts, so that a lack of room shows.
         self._progress: dict[int, ProgressFile] = {}
+        self._sentry = Sentry(
+            self._loop,
+            settings,
+            self._workers,
+            self._shell.silent,
+            self._note,
+            directory.path,
+        )
         self._preparations: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
         self._asked_by: int | None = None
@@ -144,6 +154,7 @@ class Agent:
         Raises EverstepError if a process cannot be ended.
         """
         self._closing = True
+        self._sentry.stop()
         self._shell.stop()
         await _cancel(self._preparations)
         self._forget_unborn()
@@ -196,31 +207,26 @@ class Agent:
 
     def spawn(self, order: actions.Spawn, heritage: Heritage) -> None:
         """Fork a worker as soon as a zygote is ready."""
-        settings = self._settings
         progress = self._progress.pop(order.rank, None) if order.incarnation == 1 else None
         progress = progress or self._make_progress(order.rank, order.incarnation)
-        spec = WorkerSpec(
-            run_id=settings.run_id,
-            rank=order.rank,
-            local_rank=order.rank,
-            world_size=settings.nproc_per_node,
-            incarnation=order.incarnation,
-            generation=order.generation,
-            joiner=order.joiner,
-            script=settings.script,
-            progress_path=str(progress.path),
-            rng_key=heritage.rng_key,
-            once=heritage.once,
-            faults=heritage.faults,
-            record=settings.record,
-            collective_timeout_s=settings.collective_timeout_s,
-            build_timeout_s=settings.build_timeout_s,
-            quiesce_timeout_s=settings.quiesce_timeout_s,
-        )
+        stacks = self._directory.stacks(order.rank, order.incarnation)
+        spec = worker_spec(self._settings, order, heritage, progress.path, stacks)
         log = self._directory.log(order.rank, order.incarnation)
         worker = Worker(self._loop, spec, progress, log)
         self._workers[order.rank, order.incarnation] = worker
         self._alone.clear()
+        if order.delay_s > 0:
+            text = f"rank {order.rank} has failed often: it starts in {order.delay_s:.1f} s"
+            self._note(f"backoff-{order.rank}-{order.incarnation}", text)
+            timer = self._loop.call_later(order.delay_s, self._give_birth, worker)
+            self._unborn[order.rank, order.incarnation] = timer
+        else:
+            self._give_birth(worker)
+
+    def _give_birth(self, worker: Worker) -> None:
+        timer = self._unborn.pop((worker.spec.rank, worker.spec.incarnation), None)
+        if timer is not None:
+            timer.cancel()
         if self._nursery.zygote is not None:
             self._fork(worker, self._nursery.zygote)
 
@@ -229,12 +235,23 @@ class Agent:
         worker = self._workers.get((rank, incarnation))
         if worker is not None:
             worker.kill(why)
+            if (rank, incarnation) in self._unborn:  # its death must be seen soon
+                self._give_birth(worker)
+
+    def inspect(self) -> None:
+        """Have all workers show their stacks."""
+        self._go(self._inspect(), self._preparations)
+
+    async def _inspect(self) -> None:
+        self._shell.inspected(await self._sentry.inspect())
 
     def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
         """Send a message to a worker."""
         worker = self._workers.get((rank, incarnation))
         if worker is not None:
             worker.send(message)
+            if isinstance(message, Stop):
+                self._sentry.interrupted((rank, incarnation))
 
     def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
         """Keep logged scalars."""
@@ -260,6 +277,7 @@ class Agent:
         self.record(Record(event="job_started", fields=self._make_started(torch)))
         self._started = True
         self._shell.start()
+        self._sentry.start()
 
     def _on_zygote_message(self, message: Forked | Exited) -> None:
         if isinstance(message, Exited):
@@ -291,7 +309,9 @@ class Agent:
         await self._nursery.open()
         zygote = self._nursery.zygote
         for worker in list(self._workers.values()):
-            if zygote is not None and worker.pid is None and worker.zygote is not zygote:
+            waits = (worker.spec.rank, worker.spec.incarnation) in self._unborn
+            unforked = worker.pid is None and worker.zygote is not zygote and not waits
+            if zygote is not None and unforked:
                 self._fork(worker, zygote)
 
     def _unknown_children(self) -> list[int]:
@@ -345,6 +365,8 @@ class Agent:
         await end_session(worker.pid)
         rank, incarnation = worker.spec.rank, worker.spec.incarnation
         cause = worker.cause(status)
+        if cause.signal == signal.SIGABRT:
+            self._sentry.explain_abort(worker)
         worker.close()
         del self._by_pid[worker.pid]
         del self._workers[rank, incarnation]
@@ -380,6 +402,9 @@ class Agent:
     def _forget_unborn(self) -> None:
         """Drop workers that have no process yet; the zygote's end is the end of one that it may
         just be forking."""
+        for timer in self._unborn.values():
+            timer.cancel()
+        self._unborn.clear()
         for member, worker in list(self._workers.items()):
             if worker.pid is None:
                 worker.close()

@@ -84,6 +84,19 @@ def is_there(pid: int) -> bool:
     return look_up(pid) is not None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process (SIGSTOP, SIGTSTP); a debugger's stop is none."""
+    process = look_up(pid)
+    return process is not None and process.state == "T"
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger (or strace) holds the process."""
+    status = _read(f"/proc/{pid}/status") or b""
+    tracer = next((line for line in status.splitlines() if line.startswith(b"TracerPid:")), b":0")
+    return tracer.partition(b":")[2].strip() != b"0"
+
+
 def _read(path: str) -> bytes | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

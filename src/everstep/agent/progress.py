@@ -14,14 +14,29 @@ import fcntl
 import os
 import stat
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from everstep.core.hang import Entered
 from everstep.errors import UserError
-from everstep.worker.progress import MAGIC, SIZE_BYTES, Cell, Phase
+from everstep.worker.progress import (
+    FIRST_ROW,
+    KIND_BITS,
+    KINDS,
+    MAGIC,
+    NAME_BYTES,
+    ROW_CELLS,
+    ROWS,
+    SIZE_BYTES,
+    Cell,
+    Column,
+    Phase,
+)
 
 _PREFIX = "everstep-"
 _CELLS = struct.Struct(f"<{SIZE_BYTES // 8}q")
+_HEAD = struct.Struct(f"<{FIRST_ROW}q")
 _WORDS = {
     Phase.SETUP: "in its set-up",
     Phase.BETWEEN: "between steps (step {step})",
@@ -33,18 +48,31 @@ _WORDS = {
     Phase.RECOVER: "while it recovered step {step}",
     Phase.CLOSING: "after its last step",
     Phase.FINISHED: "after the end of its script",
+    Phase.COMPILE: "in step {step} (compilation)",
+    Phase.SAVE: "in a save after step {step}",
+    Phase.SECTION: "in a section after step {step}",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a worker's file says. `step`: the one under way. `changed_ns`: monotonic nanoseconds, 0
-    for never."""
+    """What a worker's file says. `step`: the one under way. `changed_ns`: when it last moved,
+    monotonic nanoseconds, 0 for never. `waiting`: its main thread waits for a collective.
+    `answers`: it shows its stacks on a signal. `debugged`: a debugger or profiler is in it.
+    `unlisted`: communicators that its table has no room for. `groups`: identity of each
+    communicator to what was entered of it; empty after `glance`."""
 
     step: int
     phase: Phase
     collectives: int
     changed_ns: int
+    generation: int = 0
+    waiting: bool = False
+    last: str = KINDS[0]
+    answers: bool = False
+    debugged: bool = False
+    unlisted: int = 0
+    groups: Mapping[int, Entered] = field(default_factory=dict)
 
     def words(self) -> str:
         """Where it stood: "in step 5 (backward)"."""
@@ -70,21 +98,17 @@ class ProgressFile:
 
     def read(self) -> Standing:
         """What the worker last stored; also after its death, until `remove`."""
+        page = self._page(SIZE_BYTES)
+        return _standing(_CELLS.unpack(page), _groups(page))
+
+    def glance(self) -> Standing:
+        """As `read`, without the communicators: a few microseconds, to be done often."""
+        return _standing(_HEAD.unpack(self._page(_HEAD.size)), {})
+
+    def _page(self, size: int) -> bytes:
         if self._fd is None:
             raise ValueError(f"{self.path} has been removed")
-        cells = _CELLS.unpack(os.pread(self._fd, SIZE_BYTES, 0))
-        try:
-            phase = Phase(cells[Cell.PHASE])
-        except ValueError:
-            phase = (
-                Phase.BETWEEN
-            )  # the page is the worker's; its stray stores must not end the agent
-        return Standing(
-            step=cells[Cell.STEP],
-            phase=phase,
-            collectives=cells[Cell.COLLECTIVES],
-            changed_ns=cells[Cell.CHANGED_NS],
-        )
+        return os.pread(self._fd, size, 0)
 
     def remove(self) -> None:
         """Unlink and unlock. May be called twice."""
@@ -92,6 +116,45 @@ class ProgressFile:
             fd, self._fd = self._fd, None
             self.path.unlink(missing_ok=True)
             os.close(fd)
+
+
+def _standing(cells: tuple[int, ...], groups: Mapping[int, Entered]) -> Standing:
+    """The figures as values. The page is the worker's; its stray stores must not end the agent."""
+    phase, last = cells[Cell.PHASE], cells[Cell.LAST]
+    return Standing(
+        step=cells[Cell.STEP],
+        phase=Phase(phase) if phase in Phase._value2member_map_ else Phase.BETWEEN,
+        collectives=cells[Cell.COLLECTIVES],
+        changed_ns=cells[Cell.CHANGED_NS],
+        generation=cells[Cell.GENERATION],
+        waiting=bool(cells[Cell.WAITING]),
+        last=_kind(last),
+        answers=bool(cells[Cell.STACKS]),
+        debugged=bool(cells[Cell.DEBUGGED]),
+        unlisted=cells[Cell.UNLISTED],
+        groups=groups,
+    )
+
+
+def _kind(code: int) -> str:
+    return KINDS[code] if 0 <= code < len(KINDS) else KINDS[0]
+
+
+def _groups(page: bytes) -> dict[int, Entered]:
+    cells = _CELLS.unpack(page)
+    found = {}
+    for row in range(FIRST_ROW, FIRST_ROW + ROWS * ROW_CELLS, ROW_CELLS):
+        identity, count, newest = cells[row : row + Column.NAME]
+        if identity:
+            start = 8 * (row + Column.NAME)
+            name = page[start : start + NAME_BYTES].rstrip(b"\0").decode(errors="replace")
+            found[identity] = Entered(
+                count=count,
+                kind=_kind(newest & (1 << KIND_BITS) - 1),
+                elements=newest >> KIND_BITS,
+                name=name,
+            )
+    return found
 
 
 def _create_locked(path: Path) -> int:

@@ -22,7 +22,11 @@ from everstep.agent import processes
 from everstep.agent.channel import AgentChannel
 from everstep.agent.output import Output
 from everstep.agent.progress import ProgressFile
+from everstep.agent.stacks import StackFile
 from everstep.agent.zygote import Zygote
+from everstep.coordinator import Heritage
+from everstep.core.actions import Spawn
+from everstep.settings import RunSettings
 from everstep.types import Cause
 from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
 
@@ -41,8 +45,9 @@ class Worker:
         self.zygote: Zygote | None = None
         self.status: asyncio.Future[int] = loop.create_future()
         self.dying = False
+        self.progress = progress
+        self.stacks = StackFile(Path(spec.stacks_path))
         self._loop = loop
-        self._progress = progress
         self._log = log
         self._pidfd: int | None = None
         self._channel: AgentChannel[FromWorker] | None = None
@@ -68,7 +73,7 @@ class Worker:
             return  # it is dead and reaped; the zygote's word for it is on its way
         self._loop.add_reader(self._pidfd, on_death)
         if self._why:
-            self._signal(signal.SIGKILL)
+            self.signal(signal.SIGKILL)
 
     def send(self, message: ToWorker) -> None:
         """Send a message; nothing happens if the process is dead or not yet there to be told."""
@@ -85,7 +90,7 @@ class Worker:
         it has ended by itself: then its death is not everstep's."""
         if self.pid is None or not self._has_ended():
             self._why = self._why or why
-            self._signal(signal.SIGKILL)
+            self.signal(signal.SIGKILL)
 
     def _has_ended(self) -> bool:
         """Whether the process is dead, though nobody may have been told yet."""
@@ -97,9 +102,10 @@ class Worker:
 
     def terminate(self) -> None:
         """SIGTERM the process: it may end itself in its own way."""
-        self._signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
-    def _signal(self, number: int) -> None:
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens if the process has ended or is not yet there."""
         if self._pidfd is not None:
             try:
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -119,7 +125,7 @@ class Worker:
         return processes.cause_of_exit(
             self.spec.rank,
             status,
-            self._progress.read().words(),
+            self.progress.read().words(),
             self._output.detail() if self._output is not None else "",
             self._why,
         )
@@ -139,13 +145,42 @@ class Worker:
         """Close all and remove the file in shared memory. May be called twice."""
         self._stop_watching()
         self.detach()
-        self._progress.remove()
+        self.progress.remove()
+        if self.spec.stacks_path:
+            self.stacks.remove()
 
     def _stop_watching(self) -> None:
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def worker_spec(
+    settings: RunSettings, order: Spawn, heritage: Heritage, progress: Path, stacks: Path
+) -> WorkerSpec:
+    """What the worker that `order` asks for knows at its birth. `progress`, `stacks`: its files."""
+    return WorkerSpec(
+        run_id=settings.run_id,
+        rank=order.rank,
+        local_rank=order.rank,
+        world_size=settings.nproc_per_node,
+        incarnation=order.incarnation,
+        generation=order.generation,
+        joiner=order.joiner,
+        script=settings.script,
+        progress_path=str(progress),
+        rng_key=heritage.rng_key,
+        once=heritage.once,
+        faults=heritage.faults,
+        record=settings.record,
+        collective_timeout_s=settings.collective_timeout_s,
+        build_timeout_s=settings.build_timeout_s,
+        quiesce_timeout_s=settings.quiesce_timeout_s,
+        tape=heritage.tape,
+        stacks_path=str(stacks),
+        device=settings.device,
+    )
 
 
 def torchrun_environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:

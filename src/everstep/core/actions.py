@@ -27,12 +27,14 @@ class Record(Action):
 class Spawn(Action):
     """Fork a worker for `rank`. The previous incarnation of the rank has been reaped. `joiner`:
     peers hold committed state, so it sets up solo and joins; else it sets up together with all
-    others. `generation`: the one it is told."""
+    others. `generation`: the one it is told. `delay_s`: wait so long before, since the rank has
+    failed often of late."""
 
     rank: int
     incarnation: int
     generation: int
     joiner: bool
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,11 @@ class Kill(Action):
     rank: int
     incarnation: int
     why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect(Action):
+    """Have all workers show their stacks, and answer with `Inspected`, soon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

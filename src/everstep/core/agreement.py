@@ -10,7 +10,8 @@ What it doesn't know: the tensors themselves, and who is right. A majority is na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from everstep.core.events import Protected
 from everstep.core.words import name_ranks, verb
@@ -32,6 +33,14 @@ def disagreement(protected: Mapping[int, Protected]) -> str | None:
     return _different_layouts(protected) or _different_values(protected)
 
 
+def shared(said: Protected, first_of: dict[str, Protected]) -> Protected:
+    """`said`, with the digests of the first replica of its shard where they are equal: thousands of
+    ranks then share one table. `first_of`: by shard, what its first replica said; kept up here."""
+    first = first_of.setdefault(said.shard, said)
+    same = said.digests is not first.digests and said.digests == first.digests
+    return replace(said, digests=first.digests) if same else said
+
+
 def joiner_disagreement(joiner: Protected, peers: Mapping[int, Protected]) -> str | None:
     """What differs between a joiner's set-up and its job's; None when it fits.
 
@@ -39,7 +48,16 @@ def joiner_disagreement(joiner: Protected, peers: Mapping[int, Protected]) -> st
     from its peers. Pure.
     """
     who = f"rank {joiner.rank}'s replacement (incarnation {joiner.incarnation})"
-    reference = next((peer for peer in peers.values() if peer.shard == joiner.shard), None)
+    reference = peers.get(joiner.rank)  # what its predecessor said
+    if reference is None or reference.shard != joiner.shard:
+        found = next((peer for peer in peers.values() if peer.shard == joiner.shard), None)
+        if found is not None and reference is not None:
+            return (
+                f"{who} built shard {joiner.shard!r}, and the rank's part of the state is "
+                f"{reference.shard!r}. The script must build the same state each time it starts; "
+                "look for what depends on the order in which processes come up."
+            )
+        reference = found
     if reference is None:
         known = ", ".join(repr(shard) for shard in sorted({p.shard for p in peers.values()}))
         return (
@@ -55,18 +73,32 @@ def joiner_disagreement(joiner: Protected, peers: Mapping[int, Protected]) -> st
     )
 
 
+def groups_of_all(held: Mapping[int, Sequence[tuple[str, int]]]) -> tuple[str, ...]:
+    """The names of the communicators that all their ranks hold; one that was destroyed on some, or
+    made after set-up where a replacement has not come yet, can't be built. In a fixed order.
+
+    `held`: by rank, its communicators as (name, how many ranks it has). Pure."""
+    count: dict[tuple[str, int], int] = {}
+    for groups in held.values():
+        for group in groups:
+            count[group] = count.get(group, 0) + 1
+    return tuple(name for (name, size), ranks in count.items() if ranks == size)
+
+
 def _different_layouts(protected: Mapping[int, Protected]) -> str | None:
-    groups: dict[str, list[int]] = {}
+    shards: dict[str, dict[str, list[int]]] = {}
     for rank, said in sorted(protected.items()):
-        groups.setdefault(said.manifest, []).append(rank)
-    if len(groups) <= 1:
+        shards.setdefault(said.shard, {}).setdefault(said.manifest, []).append(rank)
+    groups = next((by_manifest for by_manifest in shards.values() if len(by_manifest) > 1), None)
+    if groups is None:
         return None
     most, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
     odd = others[0]
     return (
         f"ranks protect different state: {verb(odd, 'differs', 'differ')} from {name_ranks(most)}: "
         f"{_layout_difference(protected[odd[0]], protected[most[0]])}. "
-        "Build the same model and optimizer on every rank."
+        "Build the same model and optimizer on every rank, or say by protect(replicas=...) which "
+        "ranks hold the same."
     )
 
 
@@ -87,6 +119,8 @@ def _different_values(protected: Mapping[int, Protected]) -> str | None:
         shards.setdefault(said.shard, []).append(rank)
     differing: dict[str, list[int]] = {}
     for ranks in shards.values():
+        if len({id(protected[rank].digests) for rank in ranks}) == 1:
+            continue  # one table, shared by all
         for name in sorted(set().union(*(protected[rank].digests for rank in ranks))):
             if len({protected[rank].digests.get(name) for rank in ranks}) > 1:
                 differing.setdefault(name, ranks)

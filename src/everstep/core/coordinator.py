@@ -13,16 +13,19 @@ headway (a hang in a step shows only when a worker says that a collective timed 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from signal import SIGKILL
 
 from everstep.core import actions as do
 from everstep.core import events as ev
-from everstep.core.agreement import joiner_disagreement
+from everstep.core.agreement import joiner_disagreement, shared
 from everstep.core.job import Job, Phase
 from everstep.core.ladder import Policy, is_echo
 from everstep.core.membership import Member, Status
 from everstep.core.settle import settle
+from everstep.core.silence import on_inspected, on_silent
+from everstep.core.trust import TWICE, dissent
 from everstep.core.words import name_ranks, name_signal, verb
 from everstep.types import Cause, CauseKind, Decision, Plan
 
@@ -49,7 +52,7 @@ class Coordinator:
         job = self._job
         if job.phase is Phase.ENDED:
             return None
-        deadlines = [job.deadline_s, *(m.deadline_s for m in job.membership.members())]
+        deadlines = (job.deadline_s, job.membership.next_deadline_s)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def handle(self, event: ev.Event, now_s: float) -> list[do.Action]:
@@ -63,6 +66,14 @@ class Coordinator:
             self._take(event)
             settle(job)
         return job.out.take()
+
+    def status_of(self, event: ev.Event) -> str:
+        """What the process that speaks in `event` is doing, as far as is known; "stale" when it no
+        longer holds its rank. For tests and simulation."""
+        if not isinstance(event, ev.WorkerEvent):
+            return ""
+        member = self._job.membership.current(event.rank, event.incarnation)
+        return "stale" if member is None else member.status.value
 
     def validate(self) -> None:
         """Assert what must hold between any two events. For tests and simulation: O(ranks)."""
@@ -78,6 +89,10 @@ class Coordinator:
                 job.deadline_s = job.now_s + job.policy.setup_timeout_s
             case ev.Tick():
                 self._look_at_deadlines()
+            case ev.Silent():
+                on_silent(job, event)
+            case ev.Inspected():
+                on_inspected(job, event)
             case ev.StopAsked(signal=number):
                 job.end(128 + number, f"the job was asked to end by {name_signal(number)}")
             case ev.WorkerEvent():
@@ -94,15 +109,15 @@ class Coordinator:
         job = self._job
         match event:
             case ev.Started(pid=pid) if member.status is Status.STARTING:
-                member.status = Status.SETTING_UP
+                job.membership.proceed(member, Status.SETTING_UP)
                 rank, incarnation = member.identity
                 job.out.record("started", rank=rank, incarnation=incarnation, pid=pid)
-            case ev.Protected():
+            case ev.Protected() if member.status in (Status.STARTING, Status.SETTING_UP):
                 self._on_protected(member, event)
-            case ev.Waiting() if member.joining:
-                member.status = Status.WAITING
+            case ev.Waiting() if member.joining and member.status is Status.PROTECTED:
+                job.membership.move(member, Status.WAITING)  # it waits for us, not we for it
             case ev.Finished():
-                member.finished = True
+                job.membership.finish(member)
             case ev.Refused(text=text, exit_code=exit_code):
                 job.end(exit_code, text, None, member.rank)
             case (
@@ -120,27 +135,29 @@ class Coordinator:
         """What a worker said in the current generation."""
         job = self._job
         match event:
-            case ev.Committed(step=step):
-                job.committed[member.rank] = step
+            case ev.Committed(step=step, sections=sections):
+                job.commits.made(member.rank, (step, sections))
             case ev.Faulted():
                 self._on_faulted(member, event)
-            case ev.Parked() if job.phase is Phase.STOPPING:
+            case ev.Parked() if job.phase is Phase.STOPPING and member.holding is None:
                 self._on_parked(member, event)
             case ev.Regrouped() if job.phase is Phase.REGROUPING:
                 job.regrouped.add(member.rank)
-            case ev.Restored() if job.plan is not None:
+            case ev.Restored() if job.plan is not None and member.rank not in job.answered:
                 self._on_restored(member, event, job.plan)
             case ev.Closing(step=step) if job.phase is not Phase.STOPPING:
                 # One that is stopped asks again after the regroup.
-                member.left_at = step
-                if job.closed:
+                again = member.left_at == step
+                job.commits.made(member.rank, (step, 0))  # its own word may have been lost
+                job.membership.leave(member, step)
+                if job.closed and not again:
                     job.out.put(do.SendClosed(to=(member.identity,)))
 
     def _on_protected(self, member: Member, event: ev.Protected) -> None:
         job = self._job
-        member.status = Status.PROTECTED
+        job.membership.proceed(member, Status.PROTECTED)
         if not member.joining:
-            job.protected[member.rank] = event
+            job.protected[member.rank] = shared(event, job.first_of)
             return
         differs = joiner_disagreement(event, job.protected)
         if differs is not None:
@@ -150,6 +167,9 @@ class Coordinator:
 
     def _on_faulted(self, member: Member, event: ev.Faulted) -> None:
         job = self._job
+        if (event.generation, event.cause) in member.faulted:
+            return  # it has come twice
+        member.faulted.add((event.generation, event.cause))
         stopping = job.phase is Phase.STOPPING and not member.joining
         if stopping and event.cause.kind is CauseKind.PEER:
             return  # its group was aborted by the stop, or broke by what led to it
@@ -162,29 +182,61 @@ class Coordinator:
         holding = event.holding
         if member.distrusted:
             holding = replace(holding, torn=True)
-        member.status, member.holding, member.deadline_s = Status.PARKED, holding, None
+        elif member.survivor and not holding.torn:
+            self._job.commits.made(member.rank, holding.position)  # its own word may have been lost
+        self._job.membership.park(member, holding)
         passes = event.rehearsed_passes
         self._job.out.parked(member, holding, self._job.generation, passes)
 
     def _on_restored(self, member: Member, event: ev.Restored, plan: Plan) -> None:
         """It may come after another failure has stopped the generation, and counts even then."""
         job = self._job
-        member.distrusted = not event.ok
+        job.answered.add(member.rank)
         part = plan.ranks[member.rank]
         fetched = part.decision is Decision.FETCH
+        if fetched and event.ok:
+            member.distrusted, member.dissents = False, 0
         if fetched:
             job.out.receipt(event, plan.step)
         if not event.ok:
-            text = (
-                f"rank {member.rank}'s receipt of step {plan.step}, taken from "
-                f"{name_ranks(part.sources)}, does not hold: {event.text}"
-            )
-            job.fail(member, plan.step + 1, Cause(kind=CauseKind.RECEIPT, text=text))
+            self._on_mismatch(member, event, plan)
             return
-        job.committed[member.rank] = plan.step
+        job.commits.made(member.rank, plan.position)
         job.restored[member.rank] = event.nbytes
         if fetched and job.incident is not None:
             job.incident.fetched = True
+
+    def _on_mismatch(self, member: Member, event: ev.Restored, plan: Plan) -> None:
+        job, sources = self._job, name_ranks(plan.ranks[member.rank].sources)
+        member.distrusted = True
+        text = (
+            f"rank {member.rank}'s receipt of step {plan.step}, taken from {sources}, does not "
+            f"hold: {event.text}"
+        )
+        aside = self._set_aside(dissent(event.held))
+        if aside:
+            who = verb(aside, "is", "are")
+            text += f". It is the second time, so {who} set aside, to fetch it from the rest"
+        # A second time at this step ends the job, unless something has been done about it.
+        signature = f"{name_ranks(aside)} set aside" if aside else ""
+        cause = Cause(kind=CauseKind.RECEIPT, text=text, signature=signature)
+        job.fail(member, plan.step + 1, cause)
+
+    def _set_aside(self, ranks: Iterable[int]) -> list[int]:
+        """Note that `ranks` dissent. Returns those of which that is the second time: what they hold
+        counts as torn from now on, until they have fetched."""
+        aside = []
+        for rank in ranks:
+            member = self._job.membership.holder(rank)
+            if member is None or not member.survivor or member.distrusted:
+                continue
+            member.dissents += 1
+            if member.dissents >= TWICE:
+                member.distrusted = True
+                if member.holding is not None:  # the receipt came late: it has parked already
+                    self._job.membership.park(member, replace(member.holding, torn=True))
+                aside.append(rank)
+        return aside
 
     def _on_died(self, member: Member, event: ev.Died) -> None:
         job, cause = self._job, event.cause
@@ -211,9 +263,8 @@ class Coordinator:
                 self._end_late_setup()
             elif job.phase is Phase.REGROUPING:
                 self._fail_late_regroup()
-        for member in list(job.membership.members()):
-            late = member.deadline_s is not None and member.deadline_s <= job.now_s
-            if late and job.phase is not Phase.ENDED:
+        for member in job.membership.late(job.now_s):
+            if job.phase is not Phase.ENDED:
                 self._on_late(member)
 
     def _end_late_setup(self) -> None:
@@ -253,7 +304,10 @@ class Coordinator:
         else:
             limit_s, what = job.policy.park_timeout_s, "worker has not parked within"
         text = f"rank {rank}'s {what} {limit_s:g} s of the stop, at step {job.step_of(member)}"
-        job.doom(member, text, Cause(kind=CauseKind.TIMEOUT, text=text))
+        # A rehearsal that does not end is the step that hangs: twice the same is in the script.
+        hangs = member.status is Status.REHEARSING
+        kind, signature = (CauseKind.HANG, "absent") if hangs else (CauseKind.TIMEOUT, "")
+        job.doom(member, text, Cause(kind=kind, text=text, signature=signature))
 
 
 def _is_our_kill(event: ev.Died) -> bool:

@@ -6,8 +6,9 @@ An event of an incarnation that no longer holds its rank is stale and changes no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from everstep.core.hang import Evidence
 from everstep.types import Cause, Holding
 
 
@@ -48,11 +49,13 @@ class Protected(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(WorkerEvent):
-    """The worker committed `step` (1 is the first). `at_s`: when, on the host's monotonic clock."""
+    """The worker committed `step` (1 is the first), or section number `sections` after it. `at_s`:
+    when, on the host's monotonic clock."""
 
     generation: int
     step: int
     at_s: float
+    sections: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,8 @@ class Restored(WorkerEvent):
     receipt, or kept.
 
     `ok` False: the receipt did not match; `text` says how. `nbytes`: bytes fetched, from the ranks
-    `sources`; `digest`: of the state now held. `at_s`: when it was done, on the host's monotonic
+    `sources`; `digest`: of the state now held. `held`: where the sources do not agree, what each
+    says that it holds, as a digest by rank. `at_s`: when it was done, on the host's monotonic
     clock; None where nobody knows."""
 
     generation: int
@@ -112,6 +116,7 @@ class Restored(WorkerEvent):
     nbytes: int = 0
     sources: tuple[int, ...] = ()
     digest: str = ""
+    held: dict[int, str] = field(default_factory=dict)
     at_s: float | None = None
 
 
@@ -143,6 +148,24 @@ class Refused(WorkerEvent):
 
     text: str
     exit_code: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent(Event):
+    """Some rank has been silent for longer than it may; `evidence` is of all ranks that live. Comes
+    again and again while it is so."""
+
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspected(Event):
+    """The answer to `Inspect`. `evidence`: of all ranks that live, as it is now. `stacks`: where
+    they stand, a line for each different stack; `file` has them whole."""
+
+    evidence: tuple[Evidence, ...]
+    stacks: tuple[str, ...] = ()
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,12 @@ import enum
 
 from everstep.core import actions as do
 from everstep.core import events as ev
-from everstep.core.ladder import Budget, Incident, Policy, Repeats
+from everstep.core.commits import Commits
+from everstep.core.ladder import Backoff, Budget, Incident, Policy, Repeats, is_echo
 from everstep.core.membership import Member, Membership, Status
 from everstep.core.outbox import Outbox
 from everstep.core.words import verb
-from everstep.types import Cause, CauseKind, Holding, Plan
+from everstep.types import Cause, CauseKind, Holding, Plan, Position
 
 _COPIES_DIFFER = (
     "the copies differ: those ranks are no replicas of each other, or a copy is corrupt. Look for "
@@ -54,19 +55,29 @@ class Job:
         self.membership = Membership(world_size)
         self.budget = Budget(policy)
         self.repeats = Repeats()
+        self.backoff = Backoff(policy)
+        self.inspect_again_s = 0.0  # an inspection is under way until then
         self.out = Outbox()
         self.now_s = 0.0
         self.phase = Phase.NEW
         self.deadline_s: float | None = None  # of the phase; members have their own
         self.incident: Incident | None = None
-        # Steps committed by each rank, whoever held it; cut back when a plan goes back.
-        self.committed = [0] * world_size
+        self.commits = Commits(world_size)
         self.recorded = 0  # the newest step in the journal
         self.protected: dict[int, ev.Protected] = {}  # what each rank said in the job's set-up
+        self.first_of: dict[str, ev.Protected] = {}  # of those, the first of each shard
+        self.resumed_at: Position = (0, 0)  # where the ranks stood after the last recovery
+        # Where the ranks will go on: decided when all survivors stand still, and again whenever
+        # what it was decided from (`chosen_from`) has changed. The step is told to joiners.
+        self.chosen: Position | None = None
+        self.chosen_from: tuple[int, Position] | None = None
+        self.told_step: int | None = None
         self.closed = False
         self.stop_seen = False  # "stopped" is in the journal for this stop
         self.plan: Plan | None = None  # of this generation, until all have followed it
         self.regrouped: set[int] = set()
+        self.regroup_seen = False  # "regrouped" is in the journal for this generation
+        self.answered: set[int] = set()  # ranks whose receipt of this generation has come
         self.restored: dict[int, int] = {}  # rank to bytes fetched
 
     @property
@@ -77,7 +88,7 @@ class Job:
     def step_of(self, member: Member) -> int:
         """The step that is under way where `member` stands; a joiner stands where its predecessor
         did."""
-        return self.committed[member.rank] + 1
+        return self.commits[member.rank] + 1
 
     def nothing(self, rank: int) -> Holding:
         """The holding of a rank whose process has no state."""
@@ -95,19 +106,22 @@ class Job:
         if self.incident is None:
             number = self.budget.opened()
             self.incident = Incident(number=number, rank=rank, step=step, cause=cause)
-        self.incident.blame(rank, cause)
+        if self.incident.blame(rank, cause) or opened_in is not None:
+            self.budget.caused(cause, self.now_s)
         self.out.failed(self.incident, member, step, cause, opened_in)
         if self.phase is Phase.STOPPING:
             if member.joining:
                 self.budget.joiner_lost(rank)
         else:
             self.budget.stopped()
-            if max(self.committed) == 0:
+            if self.commits.newest[0] == 0:
                 self.start_again(f"rank {rank} failed before any step was committed")
             else:
                 self.stop()
         if cause.fault is not None:
             self.budget.on_purpose()
+        elif not is_echo(cause):
+            self.backoff.failed(rank, self.now_s)
         spent = self.budget.exceeded()
         if spent is not None:
             self.end_incident(spent)
@@ -118,7 +132,8 @@ class Job:
         assert self.incident is not None
         if self.repeated(member.rank, step, cause):
             return
-        self.incident.blame(member.rank, cause)
+        if self.incident.blame(member.rank, cause):
+            self.budget.caused(cause, self.now_s)
         self.out.failed(self.incident, member, step, cause, None)
         if cause.fault is not None:
             self.budget.on_purpose()
@@ -141,7 +156,8 @@ class Job:
         self.membership.advance()
         self.phase, self.closed, self.stop_seen = Phase.SETTING_UP, False, False
         self.deadline_s = self.now_s + self.policy.setup_timeout_s
-        self.committed = [0] * self.world_size
+        self.commits, self.resumed_at = Commits(self.world_size), (0, 0)
+        self.protected, self.first_of = {}, {}
         self.plan = None
         everybody = verb(range(self.world_size), "starts", "start")
         self.incident.start_again(f"{reason}; {everybody} again from the script")
@@ -154,17 +170,18 @@ class Job:
         self.phase, self.deadline_s = Phase.STOPPING, None
         self.stop_seen = False
         members = self.membership.survivors()
+        deadline_s = self.now_s + self.policy.park_timeout_s
         for member in members:
-            member.status = Status.STOPPING
-            member.deadline_s = self.now_s + self.policy.park_timeout_s
+            self.membership.move(member, Status.STOPPING, deadline_s=deadline_s)
         if members:
             to = tuple(member.identity for member in members)
             self.out.put(do.SendStop(generation=self.generation, to=to))
 
     def doom(self, member: Member, why: str, cause: Cause | None = None) -> None:
         """Kill a worker. `cause`: what its death will stand for; None when it is no news."""
-        member.status, member.holding, member.doom = Status.DOOMED, None, cause
-        member.deadline_s = self.now_s + self.policy.reap_timeout_s
+        deadline_s = self.now_s + self.policy.reap_timeout_s
+        self.membership.move(member, Status.DOOMED, deadline_s=deadline_s)
+        member.doom = cause
         self.out.put(do.Kill(rank=member.rank, incarnation=member.incarnation, why=why))
 
     # ------------------------------------------------------------------ the end
@@ -193,11 +210,12 @@ class Job:
     def validate(self) -> None:
         """Assert what must hold between any two events. For tests and simulation: O(ranks)."""
         self.membership.validate()
+        self.commits.validate()
         members, phase = list(self.membership.members()), self.phase
         if phase in (Phase.NEW, Phase.ENDED):
             return
         assert len(members) == self.world_size, "a rank without a process"
-        assert self.recorded == min(self.committed), (self.recorded, self.committed)
+        assert self.recorded == self.commits.least[0], (self.recorded, self.commits.least)
         assert self.incident is not None or phase in (Phase.SETTING_UP, Phase.RUNNING), phase
         assert (self.deadline_s is not None) == (phase in (Phase.SETTING_UP, Phase.REGROUPING))
         assert self.plan is not None or phase is not Phase.REGROUPING
@@ -206,5 +224,6 @@ class Job:
         for member in members:
             assert not member.joining or member.doomed or phase is Phase.STOPPING, member
             assert expected is None or member.status is expected, (phase, member)
-            waits = member.doomed or (phase is Phase.STOPPING and member.holding is None)
+            still = member.holding is not None or member.status is Status.WAITING
+            waits = member.doomed or (phase is Phase.STOPPING and not still)
             assert (member.deadline_s is not None) == waits, (phase, member)

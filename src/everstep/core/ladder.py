@@ -1,25 +1,31 @@
 """How much may fail before the job ends, which failure is the one to show, and which rung a
 recovery stands on.
 
-Theory of operation. Two budgets bound what is tried: incidents in the whole job, and failed
-attempts in a row with no commit by all ranks in between. An attempt is a world that was stopped, or
-one more replacement of the same rank that died before it joined; several ranks that fail in one
-attempt count once, since a node that takes eight ranks with it is one failure. Beside the budgets
-stands the repeat rule: the same error on the same rank at the same step twice will come a third
-time, because nothing that a recovery changes is its cause. It is the user's error, and the job ends
-with it. SIGKILL and SIGTERM come from outside and are no repeats; neither is a fault that was
-injected on purpose. State that arrives at a rank twice and twice is not what its sources hold is
-judged alike: a third transfer would bring the same.
+Theory of operation. Three budgets bound what is tried: incidents in the whole job; incidents of one
+kind of cause within a window of time, where faults on purpose and mere echoes of a failure are left
+out; and failed attempts in a row with no commit by all ranks in between. An attempt is a world that
+was stopped, or one more replacement of the same rank that died before it joined; several ranks that
+fail in one attempt count once, since a node that takes eight ranks with it is one failure. Beside
+the budgets stands the repeat rule: the same error on the same rank at the same step twice will come
+a third time, because nothing that a recovery changes is its cause. It is the user's error, and the
+job ends with it. SIGKILL, SIGTERM and SIGSTOP come from outside and are no repeats; neither is a
+fault that was injected on purpose. State that arrives at a rank twice and twice is not what its
+sources hold is judged alike: a third transfer would bring the same.
 
-Where the budgets are lifted (`everstep prove`) the repeat rule stays, and so does one last bound on
-attempts that fail with no fault on purpose: what fails that often by itself would fail for ever.
+A rank whose process has died of itself twice within a minute is not started again at once: its
+back-off doubles with each further death, so that a place that is broken (a full disk, a port that
+is taken) is given time, and does not spend the budgets in a second.
 
-What it doesn't know: time windows, back-off between attempts, and nodes; those budgets are still to
-come.
+Where the budgets are lifted (`everstep prove`) there is no back-off; the repeat rule stays, and so
+does one last bound on attempts that fail with no fault on purpose: what fails that often by itself
+would fail for ever.
+
+What it doesn't know: nodes, whose budgets are still to come.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from everstep.core.words import name_signal
@@ -28,6 +34,7 @@ from everstep.types import Cause, CauseKind, Decision, Plan, Rung, StateFrom
 _REPEATABLE = frozenset(
     {CauseKind.EXCEPTION, CauseKind.EXIT, CauseKind.EARLY_EXIT, CauseKind.RECEIPT}
 )
+_REPEATABLE_HANGS = frozenset({"absent", "mismatch", "deadlock"})
 _REPEATABLE_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _ECHOES = frozenset({CauseKind.PEER, CauseKind.TIMEOUT})
 _BY_SCRIPT = frozenset({CauseKind.EXCEPTION, CauseKind.EXIT, CauseKind.EARLY_EXIT})
@@ -46,6 +53,24 @@ class Policy:
     """Failed attempts in a row with no step committed by all. Four rides out a double fault in a
     recovery."""
 
+    max_per_cause: int = 20
+    """Incidents of one kind of cause within `incident_window_s`. One every three minutes for an
+    hour: the machine is broken, and will not mend itself."""
+
+    incident_window_s: float = 3600.0
+    """For how long an incident counts against `max_per_cause`, in seconds."""
+
+    backoff_s: float = 0.5
+    """How long the second start of a rank within `quick_failure_s` waits; doubled with each
+    more."""
+
+    max_backoff_s: float = 30.0
+    """The longest such wait. All other ranks wait with it."""
+
+    quick_failure_s: float = 60.0
+    """A rank that has lived longer than this since its last failure is taken to be well, and starts
+    at once. Some dozens of starts."""
+
     setup_timeout_s: float = 600.0
     """From spawn until every rank has called `protect`. Large models take minutes to build; nothing
     is at stake yet."""
@@ -55,8 +80,8 @@ class Policy:
     or compile in it."""
 
     join_timeout_s: float = 300.0
-    """From a joiner's spawn until it has rehearsed. It bounds the script's set-up, done alone, and
-    two steps."""
+    """From a joiner's spawn until it is set up, and again from when it is told its peers' step
+    until it has rehearsed. It bounds the script's set-up, done alone, and two steps."""
 
     regroup_timeout_s: float = 60.0
     """From `Regroup` until every rank holds the plan's step. Groups take milliseconds, a transfer a
@@ -93,11 +118,14 @@ class Incident:
     reason: str = ""
     failed: dict[int, Cause] = field(default_factory=dict)
 
-    def blame(self, rank: int, cause: Cause) -> None:
-        """Take note of a cause: it is shown instead of the first if the first was only its echo."""
+    def blame(self, rank: int, cause: Cause) -> bool:
+        """Take note of a cause: it is shown instead of the first if the first was only its echo.
+        Returns whether it is."""
         self.failed[rank] = cause
-        if is_echo(self.cause) and not is_echo(cause):
+        better = is_echo(self.cause) and not is_echo(cause)
+        if better:
             self.rank, self.cause = rank, cause
+        return better
 
     def follow(self, plan: Plan) -> None:
         """Take note of the plan by which the ranks go on."""
@@ -133,6 +161,8 @@ def is_repeatable(cause: Cause) -> bool:
     again."""
     if cause.fault is not None:
         return False
+    if cause.kind is CauseKind.HANG:
+        return cause.signature in _REPEATABLE_HANGS
     if cause.kind is CauseKind.SIGNAL:
         return cause.signal is not None and name_signal(cause.signal) in _REPEATABLE_SIGNALS
     return cause.kind in _REPEATABLE
@@ -160,7 +190,7 @@ def _signature(cause: Cause) -> str:
     if cause.kind is CauseKind.SIGNAL:
         return str(cause.signal)
     if cause.kind is CauseKind.RECEIPT:
-        return ""  # its text has digests, which need not come out alike
+        return cause.signature  # not its text, which has digests that need not come out alike
     return cause.signature or (f"exit code {cause.exit_code}" if cause.exit_code else cause.text)
 
 
@@ -190,6 +220,8 @@ class Budget:
 
     policy: Policy
     incidents: int = 0
+    _caused_s: dict[CauseKind, deque[float]] = field(default_factory=dict)
+    _flooded: CauseKind | None = None
     _failed: _Attempts = field(default_factory=_Attempts)  # since the last commit by all ranks
     _unforced: _Attempts = field(default_factory=_Attempts)  # and since the last fault on purpose
 
@@ -202,6 +234,16 @@ class Budget:
         """Count an incident and return its number; 1 is the first."""
         self.incidents += 1
         return self.incidents
+
+    def caused(self, cause: Cause, now_s: float) -> None:
+        """Count the cause of an incident, once it is known what it was."""
+        if cause.fault is not None or is_echo(cause):
+            return
+        times = self._caused_s.setdefault(cause.kind, deque())
+        times.append(now_s)
+        while times[0] <= now_s - self.policy.incident_window_s:
+            times.popleft()
+        self._flooded = cause.kind if len(times) > self.policy.max_per_cause else None
 
     def stopped(self) -> None:
         """Count a world that had to be stopped or started again."""
@@ -232,6 +274,12 @@ class Budget:
                 f"the job has had {self.incidents} incidents, and "
                 f"{self.policy.max_incidents} are allowed (--max-restarts)"
             )
+        if self._flooded is not None:
+            return (
+                f"more than {self.policy.max_per_cause} incidents of the kind "
+                f"{self._flooded.value} within {self.policy.incident_window_s:g} s "
+                "(max_per_cause, incident_window_s)"
+            )
         if self.failures_without_progress > self.policy.max_failures_without_progress:
             return (
                 f"{self.failures_without_progress} attempts in a row failed with no step committed "
@@ -246,3 +294,26 @@ class Budget:
             f"{self._unforced.count} attempts in a row failed with no step committed by all ranks "
             "and no fault on purpose among them; it will not pass by itself"
         )
+
+
+@dataclass(slots=True)
+class Backoff:
+    """How long the next process of a rank waits before it starts, by how its predecessors died."""
+
+    policy: Policy
+    _failed: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank: how often, when
+
+    def failed(self, rank: int, now_s: float) -> None:
+        """A process of `rank` has died, and not of a fault on purpose."""
+        times, last_s = self._failed.get(rank, (0, now_s))
+        quick = now_s - last_s <= self.policy.quick_failure_s
+        self._failed[rank] = (times + 1 if quick else 1, now_s)
+
+    def delay_s(self, rank: int, now_s: float) -> float:
+        """Seconds that the next process of `rank` waits: 0, then `backoff_s`, doubled each time, up
+        to `max_backoff_s`."""
+        times, last_s = self._failed.get(rank, (0, now_s))
+        if self.policy.unlimited or times < 2 or now_s - last_s > self.policy.quick_failure_s:
+            return 0.0
+        doublings = min(times - 2, 30)  # beyond which any float is above the bound
+        return min(self.policy.max_backoff_s, self.policy.backoff_s * 2.0**doublings)

@@ -38,14 +38,18 @@ class Outbox:
         """Add a line for the journal."""
         self.put(do.Record(record=Record(event=event, fields=fields)))
 
-    def spawn(self, member: Member, generation: int) -> None:
-        """Spawn the process for a new tenure."""
+    def spawn(self, member: Member, generation: int, delay_s: float = 0.0) -> None:
+        """Spawn the process for a new tenure, after `delay_s`."""
         rank, incarnation = member.identity
         known = {"generation": generation, "joiner": member.joining}
         self.record("spawned", rank=rank, incarnation=incarnation, **known)
         self.put(
             do.Spawn(
-                rank=rank, incarnation=incarnation, generation=generation, joiner=member.joining
+                rank=rank,
+                incarnation=incarnation,
+                generation=generation,
+                joiner=member.joining,
+                delay_s=delay_s,
             )
         )
 

@@ -1,13 +1,18 @@
-"""The restore planner: given what every rank holds, decide at which step all of them go on, and how
-each gets there.
+"""The restore planner: given what every rank holds, decide where all of them go on, and how each
+gets there.
 
 Theory of operation. The state is cut into shards; ranks with the same shard key are replicas. A
-rank *reaches* step s when its state is whole and it has committed s (it keeps), or has committed
-s-1 and stands in the fence with its reduced gradients (it advances). Step s is possible when every
-shard has a rank that reaches it. The newest possible step wins. A step that no rank has committed
+*position* is (steps committed, sections done after the last of them). A rank *reaches* a position
+when its state is whole and it stands there (it keeps), or when it stands in the fence of the step
+or section that leads there with all that this needs (it advances). A position is possible when
+every shard has a rank that reaches it. The newest possible one wins. One that no rank has committed
 is never taken, though all could advance to it: redoing it costs the same and needs nobody to have
 been right about the fence. Everybody else fetches, from all replicas that keep (they are ready
-first), or from those that advance when none keeps.
+first), or from those that advance when none keeps; where there are more than `most_sources`, from
+some of them, spread evenly, each rank from others.
+
+Which position wins depends on which different holdings there are, not on how many ranks have them:
+`choose` costs by shards, and so can be asked whenever something has changed; `plan` costs by ranks.
 
 Step 0 is special: nothing is fetched for it, since the script's own set-up makes it. A plan with
 step 0 is an order to start every rank again from its script, and all its parts are KEEP.
@@ -18,149 +23,203 @@ processes only), and whether a source's bytes are right (receipts find that out)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from everstep.core.words import name_ranks, verb
-from everstep.types import Decision, Holding, Plan, RankPlan
+from everstep.types import Decision, Holding, Plan, Position, RankPlan
+
+MOST_SOURCES = 64
+"""From how many replicas a rank fetches at most. With so many its own link is the bottleneck, and
+each source costs a connection."""
+
+_SHOWN = 3  # shards that a sentence names before it counts the rest
+_KEEP = RankPlan(decision=Decision.KEEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """No step can be reached by all shards. `shards`: the keys that stand in the way. `reason`:
+    """No position can be reached by all shards. `shards`: the keys that stand in the way. `reason`:
     why, in words."""
 
     shards: tuple[str, ...]
     reason: str
 
 
-def plan(holdings: Sequence[Holding], seen: int = 0) -> Plan | Lost:
-    """Decide the step and every rank's part in reaching it.
+def choose(
+    held: Collection[Holding], shards: Collection[str], seen: Position = (0, 0)
+) -> Position | None:
+    """The newest position for which every one of `shards` has a holding that reaches it; (0, 0)
+    when all must start again from the script; None when there is no such position.
+
+    `held`: what the ranks hold, each different holding at least once; ranks that hold nothing may
+    be left out. `seen`: the newest position that any process has ever committed, also one that is
+    dead. Pure. Costs by holdings and positions, not by ranks.
+    """
+    candidates = sorted({holding.position for holding in held} | {seen}, reverse=True)
+    if candidates[0][0] == 0:
+        return 0, 0
+    for position in candidates:
+        reached = {h.shard for h in held if _way(h, position) is not Decision.FETCH}
+        if len(reached) == len(shards):
+            return position if position[0] > 0 else (0, 0)
+    return None
+
+
+def plan(
+    holdings: Sequence[Holding], seen: Position = (0, 0), *, most_sources: int = MOST_SOURCES
+) -> Plan | Lost:
+    """Decide the position and every rank's part in reaching it.
 
     `holdings[r]` is what logical rank r holds; a rank that has nothing holds `torn=True,
-    committed=0`. At least one. `seen`: the newest step that any process has ever committed, also
-    one that is dead; ranks advance to it if they can. Pure, does not block. Raises ValueError
-    without holdings.
+    committed=0`. At least one. `seen`: as in `choose`. `most_sources`: from how many replicas a
+    rank fetches at most. Pure, does not block. Raises ValueError without holdings.
     """
     if not holdings:
         raise ValueError("a plan needs the holding of at least one rank")
-    shards = sorted({holding.shard for holding in holdings})
-    candidates = sorted({holding.committed for holding in holdings} | {seen}, reverse=True)
-    for step in candidates:
-        ways = [_way(holding, step) for holding in holdings]
-        reached = {
-            holding.shard
-            for holding, way in zip(holdings, ways, strict=True)
-            if way is not Decision.FETCH
-        }
-        if step == 0 and (len(reached) == len(shards) or candidates[0] == 0):
-            return _start_again(len(holdings))
-        if step > 0 and len(reached) == len(shards):
-            return _plan_for(step, holdings, ways)
-    return _lost(holdings, shards)
+    different = set(holdings)
+    shards = sorted({holding.shard for holding in different})
+    position = choose(different, shards, seen)
+    if position is None:
+        return _lost(holdings, shards)
+    if position[0] == 0:
+        return _start_again(len(holdings))
+    return _plan_for(position, holdings, most_sources)
 
 
-def _way(holding: Holding, step: int) -> Decision:
-    """How a rank with `holding` comes to `step`."""
-    if not holding.torn and holding.committed == step:
+def _way(holding: Holding, position: Position) -> Decision:
+    """How a rank with `holding` comes to `position`."""
+    if not holding.torn and holding.position == position:
         return Decision.KEEP
-    if not holding.torn and holding.can_advance and holding.committed == step - 1:
+    if not holding.torn and holding.can_advance and holding.ahead == position:
         return Decision.ADVANCE
     return Decision.FETCH
 
 
 def _start_again(world_size: int) -> Plan:
-    parts = (RankPlan(decision=Decision.KEEP),) * world_size
     everybody = verb(range(world_size), "starts", "start")
     return Plan(
         step=0,
-        ranks=parts,
+        ranks=(_KEEP,) * world_size,
         reason=f"nothing is committed yet: {everybody} again from the script",
     )
 
 
-def _plan_for(step: int, holdings: Sequence[Holding], ways: Sequence[Decision]) -> Plan:
-    """Pair those that fetch with all their sources. Every shard has a rank that reaches `step`."""
+def _plan_for(position: Position, holdings: Sequence[Holding], most_sources: int) -> Plan:
+    """Pair those that fetch with their sources. Every shard has a rank that reaches `position`."""
+    way_of = {holding: _way(holding, position) for holding in set(holdings)}
+    ways = [way_of[holding] for holding in holdings]
     keepers: dict[str, list[int]] = {}
     advancers: dict[str, list[int]] = {}
     for rank, (holding, way) in enumerate(zip(holdings, ways, strict=True)):
         if way is not Decision.FETCH:
             group = keepers if way is Decision.KEEP else advancers
             group.setdefault(holding.shard, []).append(rank)
-    sources: list[tuple[int, ...]] = []
-    sinks: list[list[int]] = [[] for _ in holdings]
+    sources: dict[int, tuple[int, ...]] = {}
+    sinks: dict[int, list[int]] = {}
     for rank, (holding, way) in enumerate(zip(holdings, ways, strict=True)):
-        fetches = way is Decision.FETCH
-        found = (keepers.get(holding.shard) or advancers[holding.shard]) if fetches else []
-        sources.append(tuple(found))
-        for source in found:
-            sinks[source].append(rank)
+        if way is Decision.FETCH:
+            found = keepers.get(holding.shard) or advancers[holding.shard]
+            sources[rank] = _some(found, most_sources, turn=len(sources))
+            for source in sources[rank]:
+                sinks.setdefault(source, []).append(rank)
     parts = tuple(
-        RankPlan(decision=way, sources=from_, sinks=tuple(to))
-        for way, from_, to in zip(ways, sources, sinks, strict=True)
+        RankPlan(decision=way, sources=sources.get(rank, ()), sinks=tuple(sinks.get(rank, ())))
+        if way is not Decision.KEEP or rank in sinks
+        else _KEEP
+        for rank, way in enumerate(ways)
     )
-    return Plan(step=step, ranks=parts, reason=_reason(step, parts))
+    step, sections = position
+    return Plan(
+        step=step, sections=sections, ranks=parts, reason=_reason(position, parts, holdings)
+    )
 
 
-def _reason(step: int, parts: Sequence[RankPlan]) -> str:
+def _some(ranks: Sequence[int], most: int, *, turn: int) -> tuple[int, ...]:
+    """All of `ranks`, or `most` of them: spread evenly, and others in each `turn`."""
+    if len(ranks) <= most:
+        return tuple(ranks)
+    chosen = {(turn + i * len(ranks) // most) % len(ranks) for i in range(most)}
+    return tuple(ranks[i] for i in sorted(chosen))
+
+
+def _reason(position: Position, parts: Sequence[RankPlan], holdings: Sequence[Holding]) -> str:
     """The plan in words, what is unusual first."""
     fetching: dict[tuple[int, ...], list[int]] = {}
     for rank, part in enumerate(parts):
         if part.decision is Decision.FETCH:
             fetching.setdefault(part.sources, []).append(rank)
     said = [
-        f"{verb(ranks, 'takes', 'take')} step {step} from {name_ranks(sources)}"
+        f"{verb(ranks, 'takes', 'take')} {name_position(position)} from {name_ranks(sources)}"
         for sources, ranks in fetching.items()
     ]
     advancing = [rank for rank, part in enumerate(parts) if part.decision is Decision.ADVANCE]
     if advancing:
-        own = "its own gradients" if len(advancing) == 1 else "their own gradients"
-        said.append(f"{verb(advancing, 'makes', 'make')} step {step} from {own}")
+        own = "its own" if len(advancing) == 1 else "their own"
+        what = "results" if position[1] else "gradients"
+        said.append(
+            f"{verb(advancing, 'makes', 'make')} {name_position(position)} from {own} {what}"
+        )
     if not said:
         own = "its own memory" if len(parts) == 1 else "their own memory"
-        said.append(f"{verb(range(len(parts)), 'redoes', 'redo')} step {step + 1} from {own}")
+        in_section = any(h.in_section for h in holdings if h.position == position)
+        again = Holding(committed=position[0], sections=position[1], in_section=in_section).ahead
+        said.append(
+            f"{verb(range(len(parts)), 'redoes', 'redo')} {name_position(again)} from {own}"
+        )
     return "; ".join(said)
 
 
+def name_position(position: Position) -> str:
+    """A position in words: "step 5", "section 2 after step 5"."""
+    step, sections = position
+    return f"section {sections} after step {step}" if sections else f"step {step}"
+
+
 def _lost(holdings: Sequence[Holding], shards: Sequence[str]) -> Lost:
-    """Name the shards for which no step, or no common step, is left."""
-    steps = {shard: _steps(holdings, shard) for shard in shards}
-    gone = tuple(shard for shard in shards if not steps[shard])
+    """Name the shards for which no position, or no common one, is left."""
+    ranks: dict[str, list[int]] = {shard: [] for shard in shards}
+    for rank, holding in enumerate(holdings):
+        ranks[holding.shard].append(rank)
+    reached = _reached(holdings, shards)
+    gone = tuple(shard for shard in shards if not reached[shard])
     if gone:
-        said = "; ".join(f"shard {shard!r} {_whereabouts(holdings, shard)}" for shard in gone)
-        return Lost(shards=gone, reason=f"no whole copy is left: {said}")
-    every = sorted(set().union(*steps.values()), reverse=True)
-    best = min(every, key=lambda step: sum(step not in held for held in steps.values()))
-    missing = tuple(shard for shard in shards if best not in steps[shard])
-    return Lost(shards=missing, reason=f"no step is held by every shard: {_spread(steps)}")
-
-
-def _steps(holdings: Sequence[Holding], shard: str) -> set[int]:
-    """The steps that a rank of `shard` reaches, if the step was committed by anybody."""
-    committed = {holding.committed for holding in holdings}
-    return {
-        step
-        for holding in holdings
-        if holding.shard == shard
-        for step in (holding.committed, holding.committed + 1)
-        if step in committed and _way(holding, step) is not Decision.FETCH
-    }
-
-
-def _whereabouts(holdings: Sequence[Holding], shard: str) -> str:
-    torn = [
-        rank
-        for rank, holding in enumerate(holdings)
-        if holding.shard == shard and holding.committed > 0
+        said = [
+            f"shard {shard!r} {_whereabouts(ranks[shard], holdings)}" for shard in gone[:_SHOWN]
+        ]
+        return Lost(shards=gone, reason=f"no whole copy is left: {_listed(said, len(gone))}")
+    held_by = Counter(position for held in reached.values() for position in held)
+    best = max(held_by, key=lambda position: (held_by[position], position))
+    missing = tuple(shard for shard in shards if best not in reached[shard])
+    others = [shard for shard in shards if best in reached[shard]]
+    named = [*missing[:_SHOWN], *others[:_SHOWN]]
+    said = [
+        f"shard {shard!r} is at {', '.join(map(name_position, sorted(reached[shard])))}"
+        for shard in sorted(named)
     ]
+    text = f"no step is held by every shard: {_listed(said, len(shards))}"
+    return Lost(shards=missing, reason=text)
+
+
+def _reached(holdings: Sequence[Holding], shards: Iterable[str]) -> dict[str, set[Position]]:
+    """By shard, the positions that a rank of it reaches, if they were committed by anybody."""
+    committed = {holding.position for holding in holdings}
+    reached: dict[str, set[Position]] = {shard: set() for shard in shards}
+    for holding in set(holdings):
+        for position in (holding.position, holding.ahead):
+            if position in committed and _way(holding, position) is not Decision.FETCH:
+                reached[holding.shard].add(position)
+    return reached
+
+
+def _whereabouts(ranks: Sequence[int], holdings: Sequence[Holding]) -> str:
+    torn = [rank for rank in ranks if holdings[rank].committed > 0]
     if torn:
         return f"is torn on {name_ranks(torn)}, and nobody else holds it"
-    ranks = [rank for rank, holding in enumerate(holdings) if holding.shard == shard]
     return f"was held only by processes that are gone ({name_ranks(ranks)})"
 
 
-def _spread(steps: Mapping[str, set[int]]) -> str:
-    return "; ".join(
-        f"shard {shard!r} is at step {', '.join(map(str, sorted(held)))}"
-        for shard, held in sorted(steps.items())
-    )
+def _listed(said: Sequence[str], number: int) -> str:
+    rest = number - len(said)
+    return "; ".join([*said, f"and {rest} more"] if rest > 0 else said)

@@ -15,10 +15,10 @@ from everstep.core import actions as do
 from everstep.core.agreement import disagreement
 from everstep.core.job import Job, Phase
 from everstep.core.ladder import Incident, is_of_script
-from everstep.core.membership import Member, Status
-from everstep.core.restore import Lost, plan
+from everstep.core.membership import Status
+from everstep.core.restore import Lost, choose, name_position, plan
 from everstep.core.words import name_ranks, verb
-from everstep.types import Cause, CauseKind, Plan
+from everstep.types import Cause, CauseKind, Plan, Position
 
 _KEPT_BY = "One more replica of every shard, or a durable checkpoint, would have kept it."
 _ALONE = "With one rank there is no second copy: use --nproc-per-node 2 or more."
@@ -44,11 +44,10 @@ def settle(job: Job) -> None:
 
 def _settle_setup(job: Job) -> None:
     _spawn_vacant(job, joining=False)
-    members = list(job.membership.members())
     if job.incident is not None and not job.stop_seen and job.membership.complete():
         _see_stopped(job, job.incident)
         job.out.planned(job.incident, job.generation)
-    if all(member.finished for member in members):
+    if job.membership.all_finished:
         _say_bye(job)  # a script that never called protect, on any rank
     elif job.membership.all_are(Status.PROTECTED):
         differs = disagreement(job.protected)
@@ -59,13 +58,18 @@ def _settle_setup(job: Job) -> None:
             _see_ready(job, job.incident)
         job.out.record("setup_done")
         _run(job)
-        job.out.put(do.SendGo(to=tuple(member.identity for member in members)))
-    else:
-        _refuse_unprotected(job, members)
+        job.out.put(do.SendGo(to=_everybody(job)))
+    elif job.membership.any_finished:
+        _refuse_unprotected(job)
 
 
-def _refuse_unprotected(job: Job, members: list[Member]) -> None:
+def _everybody(job: Job) -> tuple[tuple[int, int], ...]:
+    return tuple(member.identity for member in job.membership.members())
+
+
+def _refuse_unprotected(job: Job) -> None:
     """End at once when some ranks wait for others that can no longer come."""
+    members = list(job.membership.members())
     waiting = [m.rank for m in members if m.status is Status.PROTECTED]
     gone = [m.rank for m in members if m.finished and m.status is not Status.PROTECTED]
     if waiting and gone:
@@ -78,42 +82,58 @@ def _refuse_unprotected(job: Job, members: list[Member]) -> None:
 
 def _spawn_vacant(job: Job, *, joining: bool) -> None:
     """Give every rank that nobody holds to a new process."""
-    for rank in range(job.world_size):
-        if job.membership.holder(rank) is None:
-            member = job.membership.spawn(rank, joining=joining)
-            if joining:
-                member.deadline_s = job.now_s + job.policy.join_timeout_s
-            job.out.spawn(member, job.generation)
+    for rank in job.membership.vacant():
+        delay_s = job.backoff.delay_s(rank, job.now_s)
+        deadline_s = job.now_s + delay_s + job.policy.join_timeout_s if joining else None
+        member = job.membership.spawn(rank, joining=joining, deadline_s=deadline_s)
+        job.out.spawn(member, job.generation, delay_s)
 
 
 # ---------------------------------------------------------------------- stop and regroup
 
 
 def _settle_stop(job: Job) -> None:
-    survivors = job.membership.survivors()
-    if not survivors:
+    table = job.membership
+    if not table.any_survivor:
         _fall_back(job, "no process that held it is left", range(job.world_size))
         return
     _spawn_vacant(job, joining=True)
-    if any(member.status is not Status.PARKED for member in survivors):
+    if not table.survivors_parked:
         return
     if not job.stop_seen and job.incident is not None:
         _see_stopped(job, job.incident)
-    # A joiner holds what its script made, whatever it says: only survivors have state.
-    held = {member.rank: member.holding for member in survivors}
-    holdings = [held.get(rank) or job.nothing(rank) for rank in range(job.world_size)]
     # What a rank that is dead by now had committed, its script has seen done: who can make that
-    # step goes on to it.
-    outcome = plan(holdings, seen=max(job.committed))
-    if isinstance(outcome, Lost):
-        held_by = [rank for rank, said in job.protected.items() if said.shard in outcome.shards]
-        _fall_back(job, outcome.reason, held_by)
-    elif outcome.step == 0:
+    # goes on to it.
+    decided_from = table.held_version, job.commits.newest
+    if job.chosen_from != decided_from:
+        job.chosen_from = decided_from
+        job.chosen = choose(table.held, job.first_of, seen=job.commits.newest)
+    if job.chosen is None:
+        _lose(job)
+    elif job.chosen[0] == 0:
         _fall_back(job, "no living rank holds a committed step", range(job.world_size))
     else:
-        _place_joiners(job, outcome.step)
-        if job.membership.all_are(Status.PARKED):
-            _regroup(job, outcome)
+        _replace_ahead(job, job.chosen)
+        _place_joiners(job, job.chosen[0])
+        if table.all_are(Status.PARKED):
+            _regroup(job)
+
+
+def _plan(job: Job) -> Plan | Lost:
+    """The plan for what the survivors hold; all of them stand still."""
+    # A joiner holds what its script made, whatever it says: only survivors have state.
+    held = {member.rank: member.holding for member in job.membership.survivors()}
+    holdings = [held.get(rank) or job.nothing(rank) for rank in range(job.world_size)]
+    return plan(holdings, seen=job.commits.newest)
+
+
+def _lose(job: Job) -> None:
+    """There is no position at which a living copy of every shard is left."""
+    outcome = _plan(job)
+    assert isinstance(outcome, Lost), outcome
+    gone = set(outcome.shards)
+    held_by = [rank for rank, said in job.protected.items() if said.shard in gone]
+    _fall_back(job, outcome.reason, held_by)
 
 
 def _fall_back(job: Job, reason: str, held_by: Iterable[int]) -> None:
@@ -125,9 +145,9 @@ def _fall_back(job: Job, reason: str, held_by: Iterable[int]) -> None:
         job.start_again(f"{reason}, and no step was committed by all ranks")
         _settle_setup(job)
         return
-    lost = f"the state of step {max(job.committed)} is lost: {reason}"
-    failed = job.incident.failed
-    of_script = [rank for rank in failed if rank in set(held_by) and is_of_script(failed[rank])]
+    lost = f"the state of step {job.commits.newest[0]} is lost: {reason}"
+    failed, holders = job.incident.failed, set(held_by)
+    of_script = [rank for rank in failed if rank in holders and is_of_script(failed[rank])]
     if of_script:
         first = of_script[0]
         job.end_incident(f"{lost}. {_ended_by(of_script, failed)}", show=(first, failed[first]))
@@ -147,45 +167,63 @@ def _ended_by(ranks: list[int], failed: Mapping[int, Cause]) -> str:
     )
 
 
+def _replace_ahead(job: Job, chosen: Position) -> None:
+    """Replace the survivors that stand after the position from which all go on: a script that has
+    been given a result can't be led back behind it."""
+    if max(holding.position for holding in job.membership.held) <= chosen:
+        return
+    for member in job.membership.survivors():
+        if member.holding is not None and member.holding.position > chosen:
+            job.doom(
+                member,
+                f"it stands at {name_position(member.holding.position)}, which not every shard can "
+                f"reach any more; its rank starts again and takes {name_position(chosen)}",
+            )
+
+
 def _place_joiners(job: Job, step: int) -> None:
     """Tell the joiners where their peers stand; replace those that rehearsed another step."""
-    for member in list(job.membership.members()):
-        if member.joining and not member.doomed and member.position not in (None, step):
-            why = f"it rehearsed after step {member.position}, and its peers go on from step {step}"
-            job.doom(member, why)
-        elif member.status is Status.WAITING:
-            member.status, member.position = Status.REHEARSING, step
-            rank, incarnation = member.identity
-            job.out.put(do.SendPosition(rank=rank, incarnation=incarnation, step=step))
+    if job.told_step not in (None, step):
+        for member in job.membership.members():
+            if member.joining and not member.doomed and member.position not in (None, step):
+                told = f"it rehearsed after step {member.position}"
+                job.doom(member, f"{told}, and its peers go on from step {step}")
+    job.told_step = step
+    deadline_s = job.now_s + job.policy.join_timeout_s
+    for member in job.membership.waiting():
+        job.membership.move(member, Status.REHEARSING, deadline_s=deadline_s)
+        member.position = step
+        rank, incarnation = member.identity
+        job.out.put(do.SendPosition(rank=rank, incarnation=incarnation, step=step))
 
 
-def _regroup(job: Job, chosen: Plan) -> None:
+def _regroup(job: Job) -> None:
     """Every rank has a parked process: begin the next generation, by the plan."""
-    incident = job.incident
+    incident, chosen = job.incident, _plan(job)
     assert incident is not None
+    assert isinstance(chosen, Plan), chosen
+    assert chosen.position == job.chosen, (chosen.position, job.chosen)
     _see_ready(job, incident)
-    incident.steps_lost += max(0, min(job.committed) - chosen.step)
+    incident.steps_lost += max(0, job.commits.least[0] - chosen.step)
     incident.follow(chosen)
     job.membership.advance()
     job.out.planned(incident, job.generation)
     job.phase, job.plan = Phase.REGROUPING, chosen
     job.deadline_s = job.now_s + job.policy.regroup_timeout_s
-    job.regrouped, job.restored = set(), {}
-    job.committed = [min(step, chosen.step) for step in job.committed]
-    members = list(job.membership.members())
-    for member in members:
-        member.status, member.holding, member.joining = Status.REGROUPING, None, False
-        # A rank that waits for the closing fence asks again, unless the fence has opened.
-        member.left_at = member.left_at if job.closed else None
-    to = tuple(member.identity for member in members)
-    job.out.put(do.SendRegroup(generation=job.generation, plan=chosen, to=to))
+    job.regrouped, job.answered, job.restored = set(), set(), {}
+    job.regroup_seen = False
+    job.chosen = job.chosen_from = job.told_step = None
+    job.commits.cut(chosen.position)
+    job.resumed_at = chosen.position
+    job.membership.admit(closed=job.closed)
+    job.out.put(do.SendRegroup(generation=job.generation, plan=chosen, to=_everybody(job)))
 
 
 def _settle_regroup(job: Job) -> None:
     assert job.incident is not None
     which = {"incident": job.incident.number, "generation": job.generation}
-    if len(job.regrouped) == job.world_size:
-        job.regrouped.clear()  # so that it is written once
+    if len(job.regrouped) == job.world_size and not job.regroup_seen:
+        job.regroup_seen = True
         job.out.record("regrouped", **which)
     if len(job.restored) == job.world_size:
         job.out.record("restored", **which, nbytes=sum(job.restored.values()))
@@ -195,7 +233,7 @@ def _settle_regroup(job: Job) -> None:
 def _run(job: Job) -> None:
     job.phase, job.deadline_s, job.plan = Phase.RUNNING, None, None
     for member in job.membership.members():
-        member.status = Status.RUNNING
+        job.membership.move(member, Status.RUNNING)
 
 
 def _see_stopped(job: Job, incident: Incident) -> None:
@@ -212,7 +250,7 @@ def _see_ready(job: Job, incident: Incident) -> None:
 
 def _settle_steps(job: Job) -> None:
     """Write the steps that every rank has committed."""
-    done = min(job.committed)
+    done, _ = job.commits.least
     job.recorded = min(job.recorded, done)
     while job.recorded < done:
         job.recorded += 1
@@ -223,16 +261,19 @@ def _refuse_unequal_loops(job: Job) -> None:
     """End at once when a rank has left its loop before a step that another has made: the rest of
     the script would run on ranks that stand at different steps. Once all have left together the
     script may begin another loop."""
-    left_at = {m.rank: m.left_at for m in job.membership.members() if m.left_at is not None}
-    made = [max(step, left_at.get(rank, 0)) for rank, step in enumerate(job.committed)]
-    newest = max(made)
-    early = {rank: step for rank, step in left_at.items() if step < newest}
-    if job.closed or not early:
+    left_after = job.membership.left_at
+    if job.closed or not left_after:
         return
+    newest = max(job.commits.newest[0], *left_after)
+    if min(left_after) == newest:
+        return
+    left_at = {m.rank: m.left_at for m in job.membership.members() if m.left_at is not None}
+    early = {rank: step for rank, step in left_at.items() if step < newest}
     left = ", ".join(
         f"{name_ranks(rank for rank in early if early[rank] == step)} after step {step}"
         for step in sorted(set(early.values()))
     )
+    made = (max(job.commits[rank], left_at.get(rank, 0)) for rank in range(job.world_size))
     ahead = [rank for rank, step in enumerate(made) if step == newest]
     text = (
         f"the ranks left their loops at different steps: {left}, but {verb(ahead, 'has', 'have')} "
@@ -244,16 +285,15 @@ def _refuse_unequal_loops(job: Job) -> None:
 
 def _settle_end(job: Job) -> None:
     """Close the incident, the loop and the job, each when all ranks are there."""
-    members = list(job.membership.members())
-    left = all(member.closing or member.finished for member in members)
-    if job.incident is not None and (min(job.committed) > job.incident.floor or left):
+    left = job.membership.all_ended
+    if job.incident is not None and (job.commits.least > job.resumed_at or left):
         _close_incident(job, job.incident)
-    closing = [member for member in members if member.closing]
-    if left and closing and not job.closed:
+    if left and job.membership.left_at and not job.closed:
         job.closed = True
-        job.out.record("closed", step=min(job.committed))
+        job.out.record("closed", step=job.commits.least[0])
+        closing = (member for member in job.membership.members() if member.closing)
         job.out.put(do.SendClosed(to=tuple(member.identity for member in closing)))
-    if all(member.finished for member in members):
+    if job.membership.all_finished:
         _say_bye(job)
 
 
@@ -266,6 +306,5 @@ def _close_incident(job: Job, incident: Incident) -> None:
 def _say_bye(job: Job) -> None:
     if job.incident is not None:
         _close_incident(job, job.incident)
-    to = tuple(member.identity for member in job.membership.members())
-    job.out.put(do.SendBye(to=to))
+    job.out.put(do.SendBye(to=_everybody(job)))
     job.end(0, "")

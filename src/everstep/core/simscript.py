@@ -2,11 +2,11 @@
 
 Theory of operation. The model's state after step k is a number that only the updates of steps 1 to
 k, in their order, make; an update comes in two halves, so that a step can be cut in its middle.
-Beside it each rank has what no peer holds: what its step returned, and a number of its own that
-each step changes (`run.state`). Both travel in a capsule, which the worker gives to its agent
-before its last contribution to the step; the agent keeps the newest three of each rank. `Scripts`
-watches what each rank's script is given: f(rank, 1), f(rank, 2), ... once each, where a replacement
-begins with the step that its peers stand at.
+Beside it each rank has what no peer holds: what its steps and sections returned, and a number of
+its own that each of them changes (`run.state`). Both travel in a capsule, which the worker gives to
+its agent before its last contribution; the agent keeps the newest three of each rank. `Scripts`
+watches what each rank's script is given: the results of all positions, in order and once each,
+where a replacement begins with the step that its peers stand at.
 
 What it doesn't know: time, messages, and who is alive.
 """
@@ -17,8 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from everstep.core.commits import Commits
+from everstep.core.simschedule import Schedule
+from everstep.types import Position
+
 _MODULUS = (1 << 61) - 1
 _KEPT = 3
+Result = tuple[int, int, int]
 
 
 def first_half(state: int, step: int) -> int:
@@ -37,28 +42,24 @@ def state_after(step: int) -> int:
     return 1 if step == 0 else second_half(first_half(state_after(step - 1), step), step)
 
 
-def own_forward(rank: int, own: int, step: int) -> int:
-    """What `step` makes of a rank's own state."""
-    return (own * 2862933555777941757 + 31 * step + rank) % _MODULUS
+def own_forward(rank: int, own: int, position: Position) -> int:
+    """What the step or section that leads to `position` makes of a rank's own state."""
+    step, sections = position
+    return (own * 2862933555777941757 + 31 * step + 1009 * sections + rank) % _MODULUS
 
 
-@cache
-def own_after(rank: int, step: int) -> int:
-    """What `rank` must hold of its own after `step` committed steps."""
-    return rank if step == 0 else own_forward(rank, own_after(rank, step - 1), step)
-
-
-def result_of(rank: int, step: int) -> tuple[int, int]:
-    """What the step function returns on `rank`."""
-    return rank, step * step
+def result_of(rank: int, position: Position) -> Result:
+    """What the step or section that leads to `position` returns on `rank`."""
+    return rank, position[0] * position[0], position[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capsule:
-    """What belongs to one rank alone after `step`."""
+    """What belongs to one rank alone at `position`. `results`: of the last step, and of the
+    sections after it."""
 
-    step: int
-    result: tuple[int, int]
+    position: Position
+    results: tuple[Result, ...]
     own: int
 
 
@@ -66,49 +67,75 @@ class Capsules:
     """The agent's store, as the coordinator's shell keeps it."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, dict[int, Capsule]] = {}
+        self._kept: dict[int, dict[Position, Capsule]] = {}
 
     def keep(self, rank: int, capsule: Capsule) -> None:
         """Take a capsule; newer ones are of a future that the rank has left."""
-        kept = {**self._kept.get(rank, {}), capsule.step: capsule}
-        usable = sorted(step for step in kept if step <= capsule.step)[-_KEPT:]
-        self._kept[rank] = {step: kept[step] for step in usable}
+        kept = {**self._kept.get(rank, {}), capsule.position: capsule}
+        usable = sorted(position for position in kept if position <= capsule.position)[-_KEPT:]
+        self._kept[rank] = {position: kept[position] for position in usable}
 
-    def newest(self, rank: int, step: int) -> Capsule | None:
-        """The newest that is not newer than `step`."""
+    def newest(self, rank: int, position: Position) -> Capsule | None:
+        """The newest that is not newer than `position`."""
         kept = self._kept.get(rank, {})
-        return max(
-            (capsule for capsule in kept.values() if capsule.step <= step),
-            key=lambda capsule: capsule.step,
-            default=None,
-        )
+        return kept[max(usable)] if (usable := [p for p in kept if p <= position]) else None
 
 
 class Scripts:
     """What each rank's script has been given, over all processes that held the rank. `check`: told
     whether what must hold does, and what it is."""
 
-    def __init__(self, check: Callable[[bool, str], None]) -> None:
+    def __init__(self, schedule: Schedule, check: Callable[[bool, str], None]) -> None:
+        self._schedule = schedule
         self._check = check
-        self._seen: dict[int, int] = {}  # rank to the newest step that a script of it has seen
-        self._here: dict[tuple[int, int], int] = {}  # the same, of one incarnation
+        self._seen = Commits(schedule.world_size)
+        self._here: dict[tuple[int, int], Position] = {}  # by incarnation
+        self._own: dict[tuple[int, Position], int] = {}
 
-    def sees(
-        self, rank: int, incarnation: int, step: int, result: tuple[int, int], *, at_least: int
-    ) -> None:
-        """The call of `step` returns `result` to the script. `at_least`: the step that all ranks
-        are known to have committed; nobody may be set back behind it."""
-        who = f"the script of rank {rank}.{incarnation}"
+    @property
+    def least(self) -> Position:
+        """What every rank's script has been given the result of; nobody may be set back behind
+        it."""
+        return self._seen.least
+
+    def start_again(self) -> None:
+        """All scripts begin from their first line."""
+        self._seen = Commits(self._schedule.world_size)
+
+    def sees(self, rank: int, incarnation: int, position: Position, result: Result) -> None:
+        """The call of the step or section that leads to `position` returns `result`."""
         before = self._here.get((rank, incarnation))
-        if before is not None:
-            self._check(step == before + 1, f"{who} sees step {step} after step {before}")
-        else:
-            latest = self._seen.get(rank, 0) + 1
-            self._check(step <= latest, f"{who} begins at {step}, and {latest} is still to be seen")
-            self._check(step >= at_least, f"{who} begins at {step}, and all have {at_least}")
-        self._check(result == result_of(rank, step), f"{who} sees {result} of step {step}")
-        self._seen[rank] = self._here[rank, incarnation] = step
+        if before is None and position > (0, 0):
+            self._begins(rank, incarnation, position)
+        elif before is not None:
+            follows = position == self._schedule.after(before)
+            self._check(follows, f"rank {rank}.{incarnation} sees {position} after {before}")
+        right = result == result_of(rank, position)
+        self._check(right, f"rank {rank}.{incarnation} sees {result} of {position}")
+        self._here[rank, incarnation] = position
+        self._seen.made(rank, position)
 
-    def last(self, rank: int, incarnation: int) -> int | None:
-        """The newest step that the script of this process has seen."""
+    def _begins(self, rank: int, incarnation: int, position: Position) -> None:
+        seen = self._seen.position(rank)
+        follows = self._schedule.after(seen)
+        who = f"the script of rank {rank}.{incarnation}"
+        early = position <= seen or position == follows
+        self._check(early, f"{who} begins at {position}, and {follows} is still to be seen")
+        late = position[0] >= self.least[0]
+        self._check(late, f"{who} begins at {position}, and all have {self.least}")
+
+    def last(self, rank: int, incarnation: int) -> Position | None:
+        """The newest position of which the script of this process has the result."""
         return self._here.get((rank, incarnation))
+
+    def own_after(self, rank: int, position: Position) -> int:
+        """What `rank` must hold of its own at `position`."""
+        known = self._own.get((rank, position))
+        if known is None:
+            here, known = (0, 0), rank
+            while here != position:
+                following = self._schedule.after(here)
+                assert following is not None, (position, self._schedule)
+                here, known = following, own_forward(rank, known, following)
+            self._own[rank, position] = known
+        return known

@@ -129,6 +129,10 @@ def policy(settings: RunSettings) -> Policy:
         park_timeout_s=settings.park_timeout_s,
         join_timeout_s=settings.join_timeout_s,
         regroup_timeout_s=settings.regroup_timeout_s,
+        max_per_cause=settings.max_per_cause,
+        incident_window_s=settings.incident_window_s,
+        backoff_s=settings.backoff_s,
+        max_backoff_s=settings.max_backoff_s,
         unlimited=settings.lift_budgets,
     )
 

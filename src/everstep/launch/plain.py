@@ -79,6 +79,7 @@ class _PlainJob:
         for rank in range(world_size):
             environment = {**environ, **torchrun_environment(rank, world_size, port)}
             environment |= {"EVERSTEP": "off", "EVERSTEP_RUN_ID": self._settings.run_id}
+            environment["EVERSTEP_DEVICE"] = self._settings.device
             environment.setdefault("OMP_NUM_THREADS", "1")
             self._start(rank, environment)
         return await self._ended

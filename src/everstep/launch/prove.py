@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from everstep.chaos import where
 from everstep.core.goodput import Ledger, fold
 from everstep.errors import UserError
 from everstep.launch import evidence, preflight
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 RUNS = ("clean-1", "clean-2", "faulted")
 _STAGES_TOLD = (Stage.DETECT, Stage.STOP, Stage.START, Stage.REGROUP, Stage.STATE, Stage.FIRST_STEP)
+_FAULTS_TOLD = 8
 _PROGRESS_EVERY_S = 5.0
 _DRAW_EVERY_S = 0.1
 _HASH_SEED = "PYTHONHASHSEED"
@@ -66,7 +68,7 @@ class Outcome:
 class Verdict:
     """What the proof says. `equal`: the faulted run's records are the clean run's. `problems`: why
     it is no proof, in words, the first one first; none when it is one. `hint`: what would make the
-    proof say more."""
+    proof say more. `faults`: those to be injected, random ones as they were drawn."""
 
     equal: bool
     steps: int
@@ -76,6 +78,7 @@ class Verdict:
     incidents: tuple[dict[str, Any], ...]
     problems: tuple[str, ...]
     hint: str = ""
+    faults: tuple[str, ...] = ()
 
     @property
     def proved(self) -> bool:
@@ -85,7 +88,8 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """The verdict as `--json` writes it."""
         names = ("equal", "steps", "ranks", "clean_wall_s", "faulted_wall_s")
-        return {name: getattr(self, name) for name in names} | {"incidents": list(self.incidents)}
+        lists = {"faults": list(self.faults), "incidents": list(self.incidents)}
+        return {name: getattr(self, name) for name in names} | lists
 
 
 def prove(
@@ -168,6 +172,7 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[ChaosSpec], ranks: int) 
         incidents=incidents_told(faulted.ledger) if faulted is not None else (),
         problems=tuple(problems),
         hint=_SILENT if len(evidences) > 1 and evidences[0].silent else "",
+        faults=tuple(fault.text for fault in faults),
     )
 
 
@@ -176,7 +181,7 @@ def unfired(records: Sequence[Mapping[str, Any]], faults: Sequence[ChaosSpec]) -
     fired = {record["index"] for record in records if record.get("event") == "fault_fired"}
     return [
         f"the fault {fault.text} was never injected: rank {fault.rank} did not come to "
-        f"{fault.at} of step {fault.step}"
+        f"{where(fault)}"
         for fault in faults
         if fault.index not in fired
     ]
@@ -198,6 +203,7 @@ def incidents_told(ledger: Ledger) -> tuple[dict[str, Any], ...]:
     for incident in ledger.incidents:
         names = ("fault", "rung", "state_from", "reason", "step", "steps_lost")
         entry = {name: getattr(incident, name) for name in names}
+        entry["faults"] = list(incident.faults)
         for stage in _STAGES_TOLD:
             entry[f"{stage}_ms"] = round(1000 * incident.stages.get(stage, 0.0), 3)
         entry["total_ms"] = round(1000 * incident.total_s, 3)
@@ -276,7 +282,9 @@ def _plan(settings: RunSettings, faults: Sequence[ChaosSpec]) -> tuple[RunSettin
 
 
 def _titles(faults: Sequence[ChaosSpec]) -> tuple[str, ...]:
-    texts = ", ".join(fault.text for fault in faults)
+    texts = ", ".join(fault.text for fault in faults[:_FAULTS_TOLD])
+    if len(faults) > _FAULTS_TOLD:
+        texts += f" and {len(faults) - _FAULTS_TOLD} more"
     return (
         "a clean run",
         "a clean run again, to see that the script is equal to itself",

@@ -73,6 +73,8 @@ class Narrator:
                 incident = self._open.pop(record["incident"], None)
                 total_s = 0.0 if incident is None else now_s - incident.began_s
                 return [*held, recovery(record, total_s)]
+            case "hang":
+                return [f"where all ranks stood is in {record['file']}"]
             case "note":
                 return [f"note{_of_rank(record)}: {record['text']}"]
         return []

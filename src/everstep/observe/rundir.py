@@ -47,6 +47,11 @@ class RunDirectory:
         """Where an incarnation's output is kept."""
         return self.logs / f"rank{rank}.{incarnation}.log"
 
+    def stacks(self, rank: int, incarnation: int) -> Path:
+        """Where an incarnation shows its stacks when it is asked to; absolute, for a worker may
+        change its directory."""
+        return (self.logs / f"rank{rank}.{incarnation}.stacks").absolute()
+
     def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
         """Append the scalars that `rank` logged in a committed step."""
         self._metrics.write({**log, "step": step, "rank": rank})

@@ -33,16 +33,45 @@ class ScriptSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One fault on purpose: in step `step` (1 is the first) of `rank`, at `at`, do `kind`. `index`
-    names it in the job; `text` is the specification as the user wrote it; `code` is the exit code
-    for kind `exit`."""
+    names it in the job; `text` is the specification as the user wrote it, or could have written it;
+    `code` is the exit code for kind `exit`, `factor` how many times as long the step takes for kind
+    `slow`. `step` is 0 for the place `setup`, which comes before all steps."""
 
     index: int
     text: str
-    kind: Literal["kill", "term", "segv", "abort", "raise", "exit"]
+    kind: Literal[
+        "kill", "term", "segv", "abort", "raise", "exit", "stop", "hang", "oom", "slow", "corrupt"
+    ]
     rank: int
     step: int
-    at: Literal["forward", "backward", "fence", "optimizer", "between"]
+    at: Literal[
+        "setup",
+        "forward",
+        "backward",
+        "fence",
+        "optimizer",
+        "commit",
+        "between",
+        "section",
+        "recovery",
+        "rebuild",
+        "fetch",
+        "serve",
+    ]
     code: int = 0
+    factor: float = 1.0
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a rank's tape: what a collective told it. `key`: which collective, as
+    worker.tape makes it. `value`: its outputs (worker.codec). `source`: the rank in the group it
+    came from, where only the collective knew. `refusal`: if not empty, the value could not be kept,
+    and why a replacement can't do without."""
+
+    key: str
+    value: bytes = b""
+    source: int = 0
+    refusal: str = ""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +79,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     the key of the rank's random streams, if an earlier incarnation has made one. `once`: recorded
     results of `run.once` on this rank. `progress_path`: the file in shared memory in which it shows
     where it stands. `record`: report a digest of what each step returned and consumed (for
-    `everstep prove`). `collective_timeout_s`, `build_timeout_s`: of the inner groups. `faults`:
-    those still to fire on this rank."""
+    `everstep prove`). `stacks_path`: the file to which it writes its stacks when a signal asks for
+    them; empty: it doesn't. `tape`: for a joiner, what its rank was told. `collective_timeout_s`,
+    `build_timeout_s`: of the inner groups. `faults`: those still to fire on this rank. `device`:
+    the setting."""
 
     run_id: str
     rank: int
@@ -69,6 +100,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float
     build_timeout_s: float
     quiesce_timeout_s: float
+    stacks_path: str = ""
+    tape: tuple[Told, ...] = ()
+    device: str = "cpu"
 
 
 class Load(Message):
@@ -130,20 +164,28 @@ class Stop(Message):
 
 
 class Position(Message):
-    """To a joiner: its peers hold `step` committed steps."""
+    """To a joiner: its peers hold `step` committed steps. `capsule` and `kept`: what the agent has
+    of the step before, as in `Regroup`: the script runs from there to the call of `step`."""
 
     step: int
+    capsule: bytes | None = None
+    kept: dict[str, bytes] = {}
 
 
 class Regroup(Message):
-    """Build the communicators of `generation`, then follow `plan` to `step`. `capsule`: for FETCH,
-    the rank's own newest capsule up to `step`, if the agent has one. An older one than `step` is
-    good for nothing but the fence that it names."""
+    """Build the communicators of `generation`, then follow `plan` to `sections` sections after
+    `step`. `capsule`: for FETCH, the rank's own newest capsule up to `step`, if the agent has one.
+    An older one than `step` is good for nothing but the fence that it names. `kept`: what the rank
+    has kept of the sections after `step`, by their names. `groups`: the communicators that all
+    their ranks hold; others are not built."""
 
     generation: int
     step: int
     plan: RankPlan
     capsule: bytes | None
+    groups: tuple[str, ...]
+    sections: int = 0
+    kept: dict[str, bytes] = {}
 
 
 class Addresses(Message):
@@ -193,21 +235,24 @@ class Protect(Message):
 class Capsule(Message):
     """What belongs to this rank alone after step `step`, should the step commit anywhere. Sent
     before this rank's last contribution to the step, so no peer can commit the step before the
-    capsule is with the agent."""
+    capsule is with the agent. `section`: it is of this section after the step, likewise; "" for
+    the step itself."""
 
     step: int
     payload: bytes
+    section: str = ""
 
 
 class Commit(Message):
-    """Step `step` is committed here. `log`: scalars logged since the last commit, by the step they
-    belong to. `record`: for `prove`."""
+    """Step `step` is committed here, or section number `sections` after it. `log`: scalars logged
+    since the last commit, by the step they belong to. `record`: for `prove`."""
 
     generation: int
     step: int
     t: float
     log: dict[int, dict[str, float]]
     record: bytes | None
+    sections: int = 0
 
 
 class Fault(Message):
@@ -224,11 +269,13 @@ class Wait(Message):
 
 class Park(Message):
     """Standing still after `Stop(generation)`. `rehearsed_passes`: for a joiner, how many
-    rehearsals it took."""
+    rehearsals it took. `groups`: the communicators that the script holds here, as (name, how many
+    ranks it has)."""
 
     generation: int
     holding: Holding
     rehearsed_passes: int = 0
+    groups: tuple[tuple[str, int], ...] = ()
 
 
 class Address(Message):
@@ -251,7 +298,8 @@ class Built(Message):
 class Receipt(Message):
     """The rank's part of the plan is done, at `t`. `ok` False: `text` says what does not match.
     `nbytes`: bytes fetched; `sources`: from whom; `digest`: of the whole state held now (empty
-    where nothing was fetched or served)."""
+    where nothing was fetched or served). `held`: where the sources do not agree, what each says
+    that it holds."""
 
     generation: int
     ok: bool
@@ -260,6 +308,7 @@ class Receipt(Message):
     nbytes: int = 0
     sources: tuple[int, ...] = ()
     digest: str = ""
+    held: dict[int, str] = {}
 
 
 class Close(Message):
@@ -291,6 +340,12 @@ class Once(Message):
 
     key: str
     value: bytes
+
+
+class Tape(Message):
+    """New on this rank's tape, for its next incarnations. An item of a known key replaces it."""
+
+    items: tuple[Told, ...]
 
 
 class Refuse(Message):
@@ -329,6 +384,7 @@ FromWorker = (
     | Finish
     | Fired
     | Once
+    | Tape
     | Refuse
     | Note
     | Raised

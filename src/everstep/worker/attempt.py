@@ -27,13 +27,21 @@ class Attempt:
         """The gate let an update through."""
         self.sealed = False
         """It let the last update through: the capsule is out and stays as it is."""
+        self.inside: int | None = None
+        """While an update runs: how many collectives came before it."""
+        self.updating: Any = None
+        """The optimizer that updates, or did so last."""
+        self.calls_back = False
+        """An update was given a closure, to run the model by."""
+        self.result: tuple[Any] | None = None
+        """What the function returned, if it did so before the fence."""
         self.unwound = False
         """The function was left at a gate, so its update is not whole."""
         self.torn = False
         """Something was changed before the update that can't be put back."""
         self.undo: Undo | None = None
         self.fence: str | None = None
-        """The fence, once agreed: "none" or "early"."""
+        """The fence, once agreed: one of fence.KINDS."""
         self.collectives = 0
         """How many collectives came before the last gate."""
         self.outcome: Outcome | None = None
@@ -42,8 +50,12 @@ class Attempt:
         """What was logged before the step."""
         self.values: dict[str, Any] = {}
         """A copy of `run.state` before the step."""
+        self.streams: bytes | None = None
+        """The generators before the step, where they are carried."""
         self.captured: Contents | None = None
         """The capsule as it was sent last."""
+        self.before_gate: Contents | None = None
+        """The same, when the gate was reached."""
         self.captured_names: dict[str, Any] = {}
         """The function's local variables at that moment."""
         self.last_names: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from everstep.errors import UserError
 from everstep.worker.runtime import Worker
-from everstep.worker.state import State, digest_of
+from everstep.worker.state import State, digest_of, version_of
 
 _DIGESTED_STEPS = 2
 
@@ -31,13 +31,13 @@ class Between:
         state.at_commit = state.steering()
         if step <= _DIGESTED_STEPS:
             state.check_optimizer_state()
-        self._digests = _digests(state) if step <= _DIGESTED_STEPS else None
-        self._versions = _versions(state)
+        self._digests = digests(state) if step <= _DIGESTED_STEPS else None
+        self._versions = versions(state)
 
     def changed_since_commit(self, state: State, step: int) -> bool:
         """Before the first update of `step`: whether the step itself has changed a parameter, which
         can't be put back. Raises UserError in the first steps."""
-        if self._begun == _versions(state):
+        if self._begun == versions(state):
             return False
         text = (
             "the step function changes a protected parameter before its update; should it have to "
@@ -50,22 +50,33 @@ class Between:
 
     def at_attempt(self, state: State) -> None:
         """An attempt is about to run the step function."""
-        self._begun = _versions(state)
+        self._begun = versions(state)
 
     def at_begin(self, state: State, step: int) -> None:
         """`step` is about to begin. Raises UserError where the script changed a tensor since the
         commit, in the first steps."""
         if step == 1:
             state.check_first_step()
+        self.at_section(state, step)
+
+    def at_section(self, state: State, step: int) -> None:
+        """`step`, or a section before it, is about to begin: as `at_begin`."""
         if self._digests is not None:
-            now = _digests(state)
+            now = digests(state)
             changed = sorted(
                 name for name, digest in self._digests.items() if digest != now.get(name)
             )
             if changed:
                 raise UserError(f"{changed[0]} {_CHANGED.format(step=step - 1)}")
-        elif self._versions >= 0 and self._versions != _versions(state):
+        elif self._versions >= 0 and self._versions != versions(state):
             self._worker.note("changed-between", f"a parameter {_CHANGED.format(step=step - 1)}")
+
+    def after_section(self, state: State) -> None:
+        """A section is done: what it may have changed, it has."""
+        if self._digests is not None:
+            self._digests = digests(state)
+        if self._versions >= 0:
+            self._versions = versions(state)
 
 
 _CHANGED = (
@@ -74,11 +85,13 @@ _CHANGED = (
 )
 
 
-def _versions(state: State) -> int:
-    return sum(parameter._version for parameter in state.parameter_list)
+def versions(state: State) -> int:
+    """How often the protected parameters were written to, all together."""
+    return sum(version_of(parameter) for parameter in state.parameter_list)
 
 
-def _digests(state: State) -> dict[str, str]:
+def digests(state: State) -> dict[str, str]:
+    """The digest of every protected tensor, by name."""
     found = {spec.name: digest_of([tensor]) for spec, tensor in state.replicas()}
     found |= {name: digest_of([buffer]) for name, buffer in state.buffers()}
     return found

@@ -35,7 +35,9 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """A capsule's payload. `step`: after which it holds. `result`: codec bytes of what the step
     returned; None while unknown. `candidates`: local variables by name, while it is not known which
     of them is returned. `buffers`: rank-local buffers by name. `state`: `run.state`. `log`: what
-    was logged since the last commit. `fence`: the fence that the job has agreed on, if it has."""
+    was logged since the last commit. `fence`: the fence that the job has agreed on, if it has.
+    `local`: objects of the rank alone, by name. `streams`: the states of the generators, where they
+    are carried. `pattern`: that of the collectives of the step before."""
 
     step: int
     result: bytes | None
@@ -44,6 +46,9 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     state: bytes
     log: dict[int, dict[str, float]]
     fence: str | None
+    local: dict[str, bytes] = {}
+    streams: bytes | None = None
+    pattern: str = ""
 
 
 def flatten(value: Any) -> list[Any]:
@@ -72,6 +77,8 @@ def _same(leaf: Any, local: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return (
             isinstance(local, torch.Tensor)
+            and not _is_spread(leaf)
+            and not _is_spread(local)
             and leaf.layout is torch.strided
             and local.layout is torch.strided
             and leaf.data_ptr() == local.data_ptr()
@@ -98,7 +105,17 @@ def _agree(one: Any, other: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() == 1
+    return (
+        isinstance(value, torch.Tensor)
+        and not _is_spread(value)
+        and value.layout is torch.strided
+        and value.numel() == 1
+    )
+
+
+def _is_spread(tensor: torch.Tensor) -> bool:
+    """A DTensor: it has no bytes of its own, and reading its value may be a collective."""
+    return hasattr(tensor, "to_local")
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -13,18 +13,35 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from everstep.errors import UserError
 
-# They communicate or run the model again inside an update, where a failure can't be undone yet.
-_UNSUPPORTED_OPTIMIZERS = {"LBFGS", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
+
+def is_zero_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's ZeroRedundancyOptimizer. By name: its module is costly to import."""
+    return "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}
 
 
 def refuse_unsupported(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Optimizers that communicate, or call back, inside their update."""
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if found := kinds & _UNSUPPORTED_OPTIMIZERS:
+    """Optimizers that let the ranks' weights part between averages, and those that update inside
+    the backward pass."""
+    if "PostLocalSGDOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
         raise UserError(
-            f"protect({name}=...): {', '.join(found)} communicates, or runs the model, inside its "
-            "update; everstep can't undo that yet. Use an optimizer that does not"
+            f"protect({name}=...): with PostLocalSGDOptimizer the ranks hold different weights "
+            "between two averages, so no rank has a copy of another's; average in each step"
         )
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise UserError(
+            f"protect({name}=...): a ZeroRedundancyOptimizer with overlap_with_ddp=True updates "
+            "inside the backward pass, before a failure there can be seen; leave it out"
+        )
+
+
+def refuse_unsupported_module(name: str, module: torch.nn.Module) -> None:
+    """Wrappers whose state is not known here."""
+    for part in module.modules():
+        if "FullyShardedDataParallel" in {kind.__name__ for kind in type(part).__mro__}:
+            raise UserError(
+                f"protect({name}=...): FullyShardedDataParallel (FSDP1) is not supported; use "
+                "torch.distributed.fsdp.fully_shard (FSDP2), which replaces it"
+            )
 
 
 def refuse_lost_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:

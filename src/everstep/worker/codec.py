@@ -77,6 +77,13 @@ def _to_bytes(tensor: torch.Tensor) -> bytes:
 
 def _pack(value: Any, where: str) -> list[Any]:
     if isinstance(value, torch.Tensor):
+        if hasattr(value, "trigger_wait"):  # what a functional collective returns
+            value = value.trigger_wait()
+        if hasattr(value, "to_local"):
+            raise UserError(
+                f"{where} is a DTensor, which is spread over ranks; keep its to_local() or its "
+                "full_tensor()"
+            )
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise UserError(
                 f"{where} is a sparse, quantized or meta tensor, which everstep does not keep; "

@@ -17,16 +17,18 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from everstep.errors import EverstepError, PeerError
+from everstep.errors import EverstepError, PeerError, UserError
 from everstep.worker.control import Stopped
 from everstep.worker.inner import Inner
 
 if TYPE_CHECKING:
     from everstep.worker.groups import OuterGroup
     from everstep.worker.guard import Guard
+    from everstep.worker.progress import Progress
+    from everstep.worker.tape import Tape
 
 
 _PROMPT_S = 0.05  # within which an aborted operation ends, unless gloo has lost it
@@ -99,7 +101,9 @@ class Communicators:
         self.stopped = -1
         self.solo = solo
         self.poisoned = False
+        self.complete = False  # the first step is over: no group may be added any more
         self.replaying = False  # the loop's body runs again: peers have done its collectives
+        self.cut_off = False  # inside a step that the peers have made: they will not come
         self.touched = False  # whether a collective since the step's start was poisoned
         self.answer = Answer.RAISE
         self.error: BaseException | None = None
@@ -108,6 +112,8 @@ class Communicators:
         self.on_outside: Callable[[str], None] | None = None
         self.before_launch: Callable[[int], None] | None = None
         self.trace: list[tuple[str, int]] = []
+        self.tape: Tape | None = None  # what peers tell, while it is recorded or played
+        self.progress: Progress | None = None  # where the agent sees what has been entered
 
     # ------------------------------------------------------------ the hot path, called by
     # groups.OuterGroup
@@ -128,7 +134,8 @@ class Communicators:
         if self.replaying:
             raise PeerError(
                 f"the loop's body called a collective ({operation}), which a replacement would "
-                "have to do again without its peers; move it into the step function"
+                "have to do again without its peers; move it into the step function, or into a "
+                "section (@run.section)"
             )
         if self.on_outside is not None:
             self.on_outside(operation)
@@ -270,9 +277,18 @@ class Communicators:
 
     def add(self, group: OuterGroup) -> None:
         """Register an outer group that the script just made, and build its inner group unless solo.
-        Blocks."""
+        Blocks. Raises UserError after the first step: a replacement would not have it."""
+        if self.complete:
+            raise UserError(
+                f"a process group (of ranks {list(group.ranks)}) was made after the first step; a "
+                "replacement of one of them would not have it. Make all groups and meshes before "
+                "run.protect"
+            )
         with self._lock:
             self.groups.append(group)
+        if self.progress is not None:
+            name = "world" if group is self.groups[0] else group.name
+            group.row = self.progress.join(name, group.ranks)
         if not self.solo:
             try:
                 self._build([group], self.generation)
@@ -288,19 +304,31 @@ class Communicators:
                 return
             if group in self.groups:
                 self.groups.remove(group)
+                if self.progress is not None:
+                    self.progress.leave(group.row)
             inner, group.inner = group.inner, None
         if inner is not None:
-            inner.abort()
+            inner.retire()
             self._reap(inner)
 
-    def rebuild(self, generation: int) -> None:
-        """Build the inner groups of all outer groups under `generation`. Blocks. Raises Stopped if
-        it is stopped."""
+    def held(self) -> tuple[tuple[str, int], ...]:
+        """The outer groups that the script holds, as (name, how many ranks it has)."""
+        with self._lock:
+            return tuple((group.name, group.size()) for group in self.groups)
+
+    def rebuild(self, generation: int, names: Container[str] | None = None) -> None:
+        """Build the inner groups of the outer groups called `names` (None: of all) under
+        `generation`; the others have lost ranks for good, since those destroyed them. Blocks.
+        Raises Stopped if it is stopped."""
         with self._lock:
             if self.stopped >= generation:
                 raise Stopped(self.stopped)
             self.generation = generation
-        self._build(self.groups, generation)
+        if self.progress is not None:
+            self.progress.regroup(generation)
+        for group in self.groups:
+            group.abandoned = names is not None and group.name not in names
+        self._build([group for group in self.groups if not group.abandoned], generation)
         with self._lock:
             if self.stopped >= generation:
                 raise Stopped(self.stopped)
@@ -355,7 +383,9 @@ def without_frames(error: E) -> E:
     """The error without its tracebacks: their frames would hold a communicator and its tensors
     beyond their end, in a cycle, and the garbage collector would end gloo on the main thread."""
     link: BaseException | None = error
-    while link is not None:
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:  # `raise e from e` makes a ring
+        seen.add(id(link))
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error

@@ -1,10 +1,10 @@
 """What a step found when it began, so that a failed attempt leaves no trace.
 
 At a step's entry this keeps what an attempt may touch before its update: gradients, rank-local
-buffers, param_groups, schedulers and other objects. Gradients are copied only where the script
-carries them from step to step; a script that clears them at the start of its step (`zero_grad`
-first) is recognised by what it did with the old ones, and then they are put back as none.
-Parameters and optimizer state are not kept: nothing before the fence changes them."""
+buffers, param_groups, schedulers, other objects and those of the rank alone. Gradients are copied
+only where the script carries them from step to step; a script that clears them at the start of its
+step (`zero_grad` first) is recognised by what it did with the old ones, and then they are put back
+as none. Parameters and optimizer state are not kept: nothing before the fence changes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from everstep.worker.state import State, digest_of, local, put
+from everstep.worker.state import State, digest_of, local, put, version_of
 
 
 class _Gradient(NamedTuple):
@@ -29,7 +29,9 @@ class _Gradient(NamedTuple):
 
     def carried(self) -> bool:
         grad = self.seen()
-        return grad is not None and (self.parameter.grad is grad or grad._version != self.version)
+        return grad is not None and (
+            self.parameter.grad is grad or version_of(grad) != self.version
+        )
 
 
 class Undo:
@@ -58,6 +60,7 @@ class Entry:
     def __init__(self, state: State, *, copy_gradients: bool, learn_buffers: bool = False) -> None:
         self._state = state
         self._steering = state.steering()
+        self._own = state.own.values()
         self._buffers = {  # all of them, while it is being learned which change
             name: b.detach().clone()
             for name, b in (state.buffers() if learn_buffers or state.changing else ())
@@ -74,7 +77,7 @@ class Entry:
                 copied = grad.detach().clone() if copy_gradients else None
                 kept = grad if copy_gradients else None
                 self._gradients.append(
-                    _Gradient(parameter, kept, copied, TensorWeakRef(grad), grad._version)
+                    _Gradient(parameter, kept, copied, TensorWeakRef(grad), version_of(grad))
                 )
         self.had_gradients = bool(self._gradients)
 
@@ -137,6 +140,7 @@ class Entry:
             for name in self._changed_buffers():
                 put(buffers[name], self._buffers[name])
         self._state.load_steering(self._steering)
+        self._state.own.load(self._own)
 
 
 class GradientPolicy:

@@ -8,19 +8,28 @@ then returns NaN from the one step whose result nobody has.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
+import xxhash
 
 from everstep.wire import messages
 from everstep.worker import codec
 from everstep.worker.attempt import Attempt
 from everstep.worker.capsule import Contents, ResultReader, encode_result
 from everstep.worker.runtime import Worker
+from everstep.worker.state import local
 
 _BOUND_SLACK = 64
 _FIRST_STEP_BUFFER_BYTES = 8 << 20  # while it is not known which buffers change, larger ones wait
+
+
+def pattern_of(trace: Iterable[tuple[str, int]]) -> str:
+    """What tells one layout of a step's collectives from another. Broadcasts do not count: DDP has
+    some in the step in which it lays out its buckets anew, which then are as they will be."""
+    steady = [entry for entry in trace if entry[0] != "broadcast"]
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(steady))
 
 
 class Forecast:
@@ -34,6 +43,8 @@ class Forecast:
         # last one; after a regroup DDP has some more once, so the fewest count.
         self._counts: deque[int] = deque([1], maxlen=4)
         self.wants_fence = False
+        self.pattern = ""
+        """That of the newest whole step's collectives; in a replacement, of a predecessor's."""
 
     def bound(self) -> int:
         """How many collectives a poisoned step may launch before it is taken for a loop that waits
@@ -48,7 +59,7 @@ class Forecast:
             return
         if attempt.rehearsal:
             attempt.captured_names = attempt.last_names = self._reader.locals()
-        elif index + 1 >= min(self._counts):
+        elif attempt.fence in (None, "none") and index + 1 >= min(self._counts):
             self.capture(attempt)
             attempt.last_names = attempt.captured_names
 
@@ -57,8 +68,8 @@ class Forecast:
         attempt.gate_names = self._reader.locals()
         if attempt.rehearsal:
             return
-        captured = attempt.captured
-        if captured is None or captured.result is None:
+        captured = attempt.before_gate = attempt.captured
+        if captured is None or captured.result is None or attempt.fence in ("early", "late"):
             self.capture(attempt)
         elif self._moved(attempt, captured):
             self.wants_fence = True
@@ -68,10 +79,10 @@ class Forecast:
         """Whether what belongs to the rank has changed since `captured`, its result aside."""
         worker = self._worker
         assert worker.state is not None
-        if not worker.values and not worker.state.changing and worker.log == captured.log:
+        kept = worker.values or worker.state.changing or worker.state.own or worker.carry
+        if not kept and worker.log == captured.log:
             return False
-        now = self._contents(attempt)
-        return (now.state, now.buffers, now.log) != (captured.state, captured.buffers, captured.log)
+        return _of_rank(self._contents(attempt)) != _of_rank(captured)
 
     def capture(self, attempt: Attempt) -> None:
         """Send the capsule as it is known now."""
@@ -83,20 +94,24 @@ class Forecast:
         worker = self._worker
         assert worker.state is not None
         names = self._reader.locals() or attempt.captured_names
+        known = attempt.result
         changing, first = worker.state.changing, attempt.step == 1
         buffers = {
-            name: codec.encode(buffer, name)
+            name: codec.encode(local(buffer), name)
             for name, buffer in (worker.state.buffers() if changing or first else ())
             if name in changing or (first and buffer.nbytes <= _FIRST_STEP_BUFFER_BYTES)
         }
         return Contents(
             step=attempt.step,
-            result=self._reader.predict(names),
-            candidates=self._reader.candidates(names),
+            result=self._reader.predict(names) if known is None else encode_result(known[0]),
+            candidates=self._reader.candidates(names) if known is None else {},
             buffers=buffers,
             state=codec.encode(worker.values, "run.state"),
             log={step: dict(scalars) for step, scalars in worker.log.items()},
             fence=attempt.fence,
+            pattern=self.pattern,
+            local=worker.state.own.values(),
+            streams=worker.streams(),
         )
 
     def _send(self, contents: Contents) -> None:
@@ -108,7 +123,12 @@ class Forecast:
     def settle(self, attempt: Attempt, result: Any) -> None:
         """The step has returned: correct the capsule if it was wrong, and learn from it."""
         encoded = encode_result(result)
+        self.pattern = pattern_of(self._worker.communicators.trace)
         self.learn(attempt, result)
+        early = attempt.before_gate
+        if attempt.step == 1 and early is not None and early.candidates:
+            # It was another value yet when the last collective began.
+            self.wants_fence |= self._reader.from_candidates(early.candidates) != encoded
         if attempt.captured is None:
             self.capture(attempt)
         sent = attempt.captured
@@ -117,10 +137,10 @@ class Forecast:
         if moved and sent.result is not None:
             self._worker.note(
                 "late-state",
-                "run.state, what was logged, or a buffer that is each rank's own changed in the "
-                "step after its update; should this rank die between the update and the step's "
-                "return, its replacement has the values from before. Change it before the update, "
-                "or after the step",
+                "run.state, what was logged, a buffer or object that is each rank's own, or a "
+                "carried random stream changed in the step after its update; should this rank die "
+                "between the update and the step's return, its replacement has the values from "
+                "before. Change it before the update, or after the step",
             )
         if sent.result is not None and sent.result != encoded:
             self._give_up()
@@ -163,3 +183,8 @@ class Forecast:
             "returns NaN this once. Parameters, optimizer and data are exact",
         )
         return self._reader.placeholder()
+
+
+def _of_rank(contents: Contents) -> tuple[Any, ...]:
+    """What belongs to the rank, the step's result aside."""
+    return contents.state, contents.buffers, contents.log, contents.local, contents.streams

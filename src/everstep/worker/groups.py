@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import AllgatherOptions, Work
 from everstep.errors import PeerError, UserError
 from everstep.worker import solo
 from everstep.worker.communicators import Answer, Communicators, tensors_of, without_frames
-from everstep.worker.guard import Done, Guard, Several, broken, fill, filler, keeps
+from everstep.worker.guard import Done, Filler, Guard, Several, broken, fill, keeps
+from everstep.worker.streams import StreamGuard, StreamWork
 
 BACKEND = "everstep"
 
@@ -40,6 +41,8 @@ class OuterGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # in no stub: for Python groups
         self.inner: Any = None
         self.ranks = ranks
+        self.row = 0  # in the progress file
+        self.abandoned = False  # some of its ranks have destroyed it
         self._communicators = communicators
         self._rank, self._size, self.name_ = rank, size, name
         # Whom a receive from anybody names when it was poisoned: never itself.
@@ -63,19 +66,35 @@ class OuterGroup(dist.ProcessGroup):
         first = outputs
         while isinstance(first, (list, tuple)) and first:
             first = first[0]
-        communicators.note(operation, first.numel() if isinstance(first, torch.Tensor) else 0)
+        elements = first.numel() if isinstance(first, torch.Tensor) else 0
+        communicators.note(operation, elements)
+        if communicators.progress is not None:
+            row = 0 if communicators.poisoned else self.row  # it is no longer in step with peers
+            communicators.progress.entered(row, operation, elements)
+        tape = communicators.tape
         if communicators.solo:
-            alone()
-            return Done(outputs, self._other)
+            told = None
+            if tape is not None:
+                root = operation == "broadcast" and arguments[1].rootRank == self._rank
+                told = tape.play(self.name_, operation, outputs, is_root=root)
+            if told is None:
+                alone()
+            return Done(outputs, self._other if told is None else told.source)
         if communicators.answer is Answer.RAISE:
             communicators.outside(operation)
         keep = operation == "broadcast"
         generation = communicators.generation
         inner = self.inner
-        if communicators.poisoned or inner is None:
+        if self.abandoned and not communicators.poisoned:
+            raise UserError(
+                f"{operation} on a process group (of ranks {list(self.ranks)}) that other ranks "
+                "have destroyed, or that a replacement has not made; make groups before "
+                "run.protect, and destroy them on all ranks or on none"
+            )
+        if communicators.poisoned or communicators.cut_off or inner is None:
             return self._poisoned(operation, outputs, keep)
-        filling = filler(outputs, communicators.answer, keep=keep)
-        guard = Guard(communicators, generation, outputs, filling, operation)
+        place = None if tape is None else tape.place(self.name_, operation, outputs)
+        filling = Filler(outputs, communicators.answer, keep=keep)
         try:
             work = inner.operation(operation)(*arguments)
         except RuntimeError as error:
@@ -83,6 +102,9 @@ class OuterGroup(dist.ProcessGroup):
                 raise  # a wrong argument: the script's
             communicators.fail(generation, without_frames(error))
             return self._poisoned(operation, outputs, keep)
+        kind = StreamGuard if isinstance(work, StreamWork) else Guard
+        guard = kind(communicators, generation, outputs, filling, operation)
+        guard.told = place
         if arrived is not None:
             guard.source = self._other
             guard.stage(arrived)
@@ -104,6 +126,11 @@ class OuterGroup(dist.ProcessGroup):
 
     def getGroupName(self) -> str:
         return self.name_
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """What state-dict utilities and checkpoints ask for."""
+        return [torch.device("cpu")]
 
     def setGroupName(self, name: str) -> None:
         self.name_ = name
@@ -305,4 +332,4 @@ def register(communicators: Communicators) -> None:
             communicators, options.group_rank, options.group_size, options.group_id, ranks
         )
 
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

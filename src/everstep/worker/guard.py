@@ -19,7 +19,7 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -27,6 +27,9 @@ from torch._C._distributed_c10d import Work
 from everstep.errors import PeerError
 from everstep.worker.communicators import Answer, Communicators, tensors_of, without_frames
 from everstep.worker.waiters import waiters
+
+if TYPE_CHECKING:
+    from everstep.worker.tape import Place
 
 _KEPT_BROADCAST_BYTES = 64 << 10
 _FOREVER_S = threading.TIMEOUT_MAX
@@ -61,6 +64,8 @@ class Guard(Work):
         self._gate.acquire()
         self._arrived: Callable[[], None] | None = None
         self.source = 0
+        self.told: Place | None = None
+        """Where on the tape the outputs belong, while it is recorded."""
 
     def stage(self, arrived: Callable[[], None]) -> None:
         """The inner operation writes to a buffer of its own, so nobody need wait for it after a
@@ -116,6 +121,8 @@ class Guard(Work):
         elif self._arrived is not None:
             # Only with the token in hand: after a stop nobody may write any more.
             self._arrived()
+        if self.told is not None and not poisoned:
+            self.told.keep(self.source)
         self._released = True
         self._communicators.open.pop(id(self), None)
         if self._future is not None:
@@ -134,24 +141,34 @@ class Guard(Work):
     def await_release(self) -> None:
         """Wait until the guard is open; bounded by the inner operation's time-out or the stop."""
         if not self._released:
-            self._gate.acquire()
-            self._gate.release()
+            self._pass_gate(-1)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Block until the collective has ended or was stopped. Raises PeerError outside of a step
         if it was."""
         if not self._released:
             seconds = timeout.total_seconds() if timeout else 0.0
-            if not self._gate.acquire(timeout=seconds if 0 < seconds < _FOREVER_S else -1):
+            if not self._pass_gate(seconds if 0 < seconds < _FOREVER_S else -1):
                 raise RuntimeError(f"{self.operation} did not end within {seconds:g} s")
-            self._gate.release()
         if self._poisoned and self._answer is Answer.RAISE:
             raise PeerError(broken(self.operation))
         return True
 
+    def _pass_gate(self, timeout_s: float) -> bool:
+        """Wait for the gate to open, and leave it open; shown in the progress file meanwhile."""
+        progress = self._communicators.progress
+        if progress is not None:
+            progress.waits(True)
+        opened = self._gate.acquire(timeout=timeout_s)
+        if progress is not None:
+            progress.waits(False)
+        if opened:
+            self._gate.release()
+        return opened
+
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
-            self._future = torch.futures.Future()
+            self._future = open_future(self._outputs)
             if self._released:
                 self._settle()
         return self._future
@@ -187,9 +204,7 @@ class Done(Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
+        return future_of(self._outputs)
 
     def is_completed(self) -> bool:
         return True
@@ -248,7 +263,7 @@ def broken(operation: str) -> str:
     step."""
     return (
         f"a collective ({operation}) outside of a step lost a peer and cannot be done again; "
-        "move it into the step function"
+        "move it into the step function, or into a section (@run.section)"
     )
 
 
@@ -263,20 +278,45 @@ def fill(outputs: Any, answer: Answer) -> None:
             raw.fill_(float("nan") if answer is Answer.NANS and _is_inexact(raw) else 0)
 
 
-def filler(outputs: Any, answer: Answer, *, keep: bool) -> Callable[[], None]:
+class Filler:
     """What overwrites `outputs` if the collective that is about to be launched is poisoned. With
     `keep` (a broadcast) it copies the tensors to be kept now, and puts them back then."""
-    if not keep:
-        return lambda: fill(outputs, answer)
-    saved = [(t, t.detach().clone()) for t in outputs if keeps(t, answer)]
-    lost = [t for t in outputs if not keeps(t, answer)]
 
-    def fill_or_put_back() -> None:
-        fill(lost, answer)
-        for tensor, copy in saved:
+    def __init__(self, outputs: Any, answer: Answer, *, keep: bool) -> None:
+        self._answer = answer
+        self._lost = [t for t in outputs if not keeps(t, answer)] if keep else outputs
+        self.saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Tensors that are put back, each with its copy."""
+        if keep:
+            self.saved = [(t, t.detach().clone()) for t in outputs if keeps(t, answer)]
+
+    @property
+    def lost(self) -> list[torch.Tensor]:
+        """Tensors that are filled."""
+        return list(tensors_of(self._lost))
+
+    def value_for(self, tensor: torch.Tensor) -> float:
+        """What a tensor is filled with."""
+        return float("nan") if self._answer is Answer.NANS and _is_inexact(tensor) else 0.0
+
+    def __call__(self) -> None:
+        fill(self._lost, self._answer)
+        for tensor, copy in self.saved:
             tensor.detach().copy_(copy)
 
-    return fill_or_put_back
+
+def future_of(outputs: Any) -> torch.futures.Future[Any]:
+    """A future that `outputs` have been set in: streams of the devices they lie on can wait for
+    it."""
+    future = open_future(outputs)
+    future.set_result(outputs)
+    return future
+
+
+def open_future(outputs: Any) -> torch.futures.Future[Any]:
+    """A future that will hold `outputs`; torch wants to know their devices beforehand."""
+    devices = {t.device for t in tensors_of(outputs) if not t.is_cpu}
+    return torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
 
 
 def keeps(tensor: torch.Tensor, answer: Answer) -> bool:

@@ -1,4 +1,4 @@
-"""The inner groups: what an outer group swaps at a regroup. Here gloo; nccl will stand beside it.
+"""The inner groups: what an outer group swaps at a regroup. Here gloo; nccl is in nccl.py.
 
 Theory of operation: an inner group lives in one generation. It is built on a builder thread,
 aborted from any thread, and destroyed on a reaper thread, because gloo's constructor and destructor
@@ -37,6 +37,11 @@ class Inner(Protocol):
 
     def abort(self) -> None:
         """Wake everything that waits in the group, on any thread. Does not block for long."""
+        ...
+
+    def retire(self) -> None:
+        """The script is done with the group: end it without failing what it still does, if that can
+        be told. `destroy` follows."""
         ...
 
     def silent(self) -> bool:
@@ -158,7 +163,9 @@ class GlooInner:
         try:
             self.group = ProcessGroupGloo(self._store, rank, size, options)
         except Exception as error:
-            raise self._store.error or error from error
+            if self._store.error is not None:
+                raise self._store.error from error
+            raise
         # gloo's point-to-point calls keep the time-out of the construction unless they are told.
         self.patience = datetime.timedelta(seconds=collective_timeout_s)
         self.group._set_default_timeout(self.patience)
@@ -169,6 +176,9 @@ class GlooInner:
 
     def abort(self) -> None:
         sockets.shut(self._own, self._store.peers)
+
+    def retire(self) -> None:
+        self.abort()
 
     def silent(self) -> bool:
         return sockets.connected(self._own, self._store.peers) == 0

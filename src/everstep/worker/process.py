@@ -19,6 +19,7 @@ from everstep.types import Cause, CauseKind
 from everstep.wire import messages
 from everstep.worker.communicators import QuiesceTimeout
 from everstep.worker.control import Stopped
+from everstep.worker.rng import carries
 from everstep.worker.run import Run
 from everstep.worker.runtime import Worker, exception_cause
 
@@ -28,11 +29,19 @@ _worker: Worker | None = None
 _run: Run | None = None
 
 
-def current_run() -> Run | None:
-    """The run of this process: made at the first call. None where no agent started the process."""
+def current_run(rng: str) -> Run | None:
+    """The run of this process: made at the first call. `rng`: how random streams are kept. None
+    where no agent started the process. Raises UserError for another `rng` than at the first
+    call."""
     global _run
-    if _run is None and _worker is not None:
+    carry = carries(rng)
+    if _worker is None:
+        return None
+    if _run is None:
+        _worker.carry = carry
         _run = Run(_worker)
+    elif _worker.carry != carry:
+        raise UserError(f"everstep.init(rng={rng!r}) was called once with another rng; choose one")
     return _run
 
 

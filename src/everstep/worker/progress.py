@@ -1,20 +1,28 @@
 """Where a worker stands, shown in shared memory.
 
 A file of 4096 bytes in the shared-memory directory, made and removed by the agent, mapped by the
-worker. It is a row of 64-bit integers: the step under way, the phase, the number of collectives
-entered, and when any of them last changed. A store costs a fraction of a microsecond and outlives
-the process, so that the agent can say in which step, and where in it, a worker was killed. Each
-cell has one writer and is read whole; cells may be one store apart.
+worker. It is a row of 64-bit integers: the step under way, the phase, the generation, in what the
+main thread waits, and when any of them last changed; then a table with one row for each
+communicator: who it is, how many collectives of it this rank has entered in this generation, and
+the kind and size of the newest. From the counts of all ranks it can be told which rank never
+entered the collective that the others wait in. A store costs a fraction of a microsecond, makes no
+system call, and outlives the process. Each cell is read whole; cells may be one store apart.
 
-It does not know what the figures mean for a decision: nothing is decided by them.
+The table has room for `ROWS` communicators at a time; what does not fit is counted as `UNLISTED`,
+and a hang in it has no culprit by its counts.
+
+It does not know what the figures mean for a decision: see core/hang.py.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import mmap
 import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 SIZE_BYTES = 4096
@@ -28,11 +36,58 @@ class Cell(enum.IntEnum):
     PHASE = 1
     COLLECTIVES = 2
     CHANGED_NS = 3
+    GENERATION = 4
+    WAITING = 5  # 1: the main thread waits for a collective; 0: it does not
+    LAST = 6  # the kind of the newest collective or message, of any communicator
+    STACKS = 7  # 1: the process answers the signal that asks for its stacks
     MAGIC = 8
+    DEBUGGED = 9  # 1: a debugger or profiler in this process looks at every call
+    UNLISTED = 10  # communicators that found no room in the table
+
+
+FIRST_ROW = 16
+ROW_CELLS = 8
+ROWS = (SIZE_BYTES // 8 - FIRST_ROW) // ROW_CELLS
+NAME_BYTES = 8 * (ROW_CELLS - 3)
+
+
+class Column(enum.IntEnum):
+    """Offset of each figure in a communicator's row; its name fills the rest."""
+
+    IDENTITY = 0  # a digest of name and ranks; 0: the row is free
+    COUNT = 1
+    NEWEST = 2  # kind, and the number of elements above it
+    NAME = 3
+
+
+KINDS = (
+    "collective",  # one that is not known here
+    "send",
+    "recv",
+    "recv_anysource",
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+)
+KIND_BITS = 8
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
+_LAST_MESSAGE = _CODES["recv_anysource"]  # between two ranks; the others of the group skip it
 
 
 class Phase(enum.IntEnum):
-    """What a worker is doing. STEP: in the step function, and nothing narrower is known."""
+    """What a worker is doing. STEP: in the step function, and nothing narrower is known. COMPILE,
+    SAVE and SECTION may take long without a hang."""
 
     SETUP = 0
     BETWEEN = 1
@@ -44,6 +99,9 @@ class Phase(enum.IntEnum):
     RECOVER = 7
     CLOSING = 8
     FINISHED = 9
+    COMPILE = 10
+    SAVE = 11
+    SECTION = 12
 
 
 class Progress:
@@ -72,6 +130,7 @@ class Progress:
 
     @step.setter
     def step(self, value: int) -> None:
+        self._cells[9] = sys.gettrace() is not None or sys.getprofile() is not None
         self._store(0, value)
 
     @property
@@ -85,7 +144,7 @@ class Progress:
 
     @property
     def collectives(self) -> int:
-        """Collectives entered since the process began."""
+        """Collectives and messages entered since the process began."""
         return self._cells[Cell.COLLECTIVES]
 
     @collectives.setter
@@ -96,7 +155,66 @@ class Progress:
         self._cells[cell] = value
         self._cells[3] = time.monotonic_ns()
 
+    # ------------------------------------------------------------ communicators
+
+    def join(self, name: str, ranks: Sequence[int]) -> int:
+        """Give the communicator `name` of the global `ranks` a row. Returns where it is; 0 when
+        there is no room, which is counted."""
+        cells = self._cells
+        for row in range(FIRST_ROW, FIRST_ROW + ROWS * ROW_CELLS, ROW_CELLS):
+            if cells[row] == 0:
+                cells[row + Column.COUNT] = cells[row + Column.NEWEST] = 0
+                written = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+                start = 8 * (row + Column.NAME)
+                self._map[start : start + NAME_BYTES] = written
+                self._store(row, _identity(name, ranks))
+                return row
+        self._store(Cell.UNLISTED, cells[Cell.UNLISTED] + 1)
+        return 0
+
+    def leave(self, row: int) -> None:
+        """The communicator at `row` was destroyed."""
+        if row:
+            self._store(row, 0)
+        else:
+            self._store(Cell.UNLISTED, self._cells[Cell.UNLISTED] - 1)
+
+    def regroup(self, generation: int) -> None:
+        """The communicators are those of `generation`, in which nothing has been entered yet."""
+        cells = self._cells
+        for row in range(FIRST_ROW, FIRST_ROW + ROWS * ROW_CELLS, ROW_CELLS):
+            cells[row + Column.COUNT] = cells[row + Column.NEWEST] = 0
+        self._store(Cell.GENERATION, generation)
+
+    def entered(self, row: int, operation: str, elements: int) -> None:
+        """A collective of the communicator at `row` is about to be launched. On the hot path of
+        every collective, so cells stand as plain numbers here."""
+        cells = self._cells
+        kind = _CODES.get(operation, 0)
+        cells[2] += 1
+        cells[6] = kind
+        if row and not 0 < kind <= _LAST_MESSAGE:
+            cells[row + 1] += 1
+            cells[row + 2] = elements << KIND_BITS | kind
+        cells[3] = time.monotonic_ns()
+
+    def waits(self, waiting: bool) -> None:
+        """The main thread begins, or ends, to wait for a collective."""
+        self._cells[5] = waiting
+        self._cells[3] = time.monotonic_ns()
+
+    def answers(self) -> None:
+        """From now on this process shows its stacks when the signal asks for them."""
+        self._cells[Cell.STACKS] = 1
+
     def close(self) -> None:
         """Unmap. The figures stay in the file; storing afterwards raises ValueError."""
         self._cells.release()
         self._map.close()
+
+
+def _identity(name: str, ranks: Sequence[int]) -> int:
+    """Names alone don't tell communicators apart: the halves of a split share one."""
+    text = f"{name}:{','.join(map(str, ranks))}".encode()
+    found = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    return found or 1

@@ -26,6 +26,7 @@ from everstep.worker.capsule import Contents
 from everstep.worker.control import Stopped
 from everstep.worker.progress import Phase
 from everstep.worker.runtime import Worker
+from everstep.worker.shards import WHOLE
 
 # How long a parked worker waits for the coordinator. The coordinator has tighter deadlines of its
 # own and the end of its process is noticed at once; this one only makes sure that no wait is
@@ -34,12 +35,14 @@ PATIENCE_S = 86_400.0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a recovery led. `step`: committed steps now. `capsule`: this rank's own of that step,
-    for FETCH."""
+    """Where a recovery led. `step`: committed steps now; `sections`: done after it. `capsule`: this
+    rank's own of that step, for FETCH; `kept`: and what it has kept of the sections."""
 
     decision: Decision
     step: int
     capsule: Contents | None
+    sections: int = 0
+    kept: dict[str, bytes] = {}
 
 
 class Recovery:
@@ -56,12 +59,13 @@ class Recovery:
         *,
         torn: bool,
         can_advance: bool = False,
+        in_section: bool = False,
         settle: Callable[[], None] | None = None,
         passes: int = 0,
     ) -> Outcome:
         """Park and come back. `settle` puts the state in order, once aborted collectives have
         ended; for a rank that can advance, whose gradients are still needed, only when it is told
-        not to. Blocks."""
+        not to. `in_section`: the attempt was a section. Blocks."""
         worker = self._worker
         settle = settle or _nothing
         self._owed = None  # of an earlier generation: never to be obeyed
@@ -72,14 +76,23 @@ class Recovery:
             if not can_advance:
                 self._settle(settle)
                 settle = _nothing
-            holding = Holding(committed=worker.committed, torn=torn, can_advance=can_advance)
+            holding = Holding(
+                committed=worker.committed,
+                torn=torn,
+                can_advance=can_advance,
+                sections=worker.place.sections,
+                in_section=in_section,
+                shard=worker.state.shard if worker.state is not None else WHOLE,
+            )
             worker.control.send(
                 messages.Park(
                     generation=generation,
                     holding=holding,
                     rehearsed_passes=passes,
+                    groups=worker.communicators.held(),
                 )
             )
+            worker.faults.fire("recovery", worker.committed + worker.joining + 1)
             try:
                 regroup = worker.control.take(
                     messages.Regroup,
@@ -88,7 +101,8 @@ class Recovery:
                     match=functools.partial(_is_newer, generation),
                 )
                 worker.phase(Phase.RECOVER)
-                worker.communicators.rebuild(regroup.generation)
+                worker.communicators.rebuild(regroup.generation, regroup.groups)
+                worker.faults.fire("rebuild", regroup.step + 1)
                 worker.control.send(messages.Built(generation=regroup.generation))
             except Stopped:
                 continue
@@ -110,15 +124,23 @@ class Recovery:
         was_solo, communicators.solo = communicators.solo, True  # a wrapper's reset answers itself
         try:
             settle()
-            self._worker.wrappers.reset()
+            self._worker.wrappers.reset(passes=self._worker.committed)
         finally:
             communicators.solo = was_solo
+        if self._worker.device is not None:
+            self._worker.device.accelerator.settle()
 
     def _outcome(self, regroup: messages.Regroup) -> Outcome:
         capsule = None
         if regroup.plan.decision is Decision.FETCH and regroup.capsule is not None:
             capsule = msgspec.msgpack.decode(regroup.capsule, type=Contents)
-        return Outcome(decision=regroup.plan.decision, step=regroup.step, capsule=capsule)
+        return Outcome(
+            decision=regroup.plan.decision,
+            step=regroup.step,
+            capsule=capsule,
+            sections=regroup.sections,
+            kept=regroup.kept,
+        )
 
     def advanced(self) -> bool:
         """After an advancing rank has committed: do its part of the plan. False if it was stopped
@@ -144,6 +166,7 @@ class Recovery:
             return False
         if job.error is None and regroup.plan.decision is Decision.FETCH:
             self._worker.committed = regroup.step
+            self._worker.place.sections = regroup.sections
         self._worker.control.send(
             messages.Receipt(
                 generation=regroup.generation,
@@ -153,6 +176,7 @@ class Recovery:
                 nbytes=job.nbytes,
                 sources=regroup.plan.sources,
                 digest=job.digest,
+                held=job.error.held if isinstance(job.error, transfer.ReceiptError) else {},
             )
         )
         return job.error is None
@@ -185,9 +209,13 @@ class _Exchange(threading.Thread):
         worker = self._worker
         assert worker.state is not None
         inner = worker.world.inner
+        if worker.device is not None:
+            worker.device.accelerator.enter()
         if plan.sinks:
+            worker.faults.fire("serve", self._regroup.step + 1)
             self.digest = transfer.serve(
                 inner.group, worker.state, plan.sinks, gradients=self._gradients
             )
         if plan.decision is Decision.FETCH:
+            worker.faults.fire("fetch", self._regroup.step + 1)
             self.digest, self.nbytes = transfer.fetch(inner.group, worker.state, plan.sources)

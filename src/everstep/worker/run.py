@@ -6,8 +6,8 @@ recovery.py's."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,21 @@ from torch._C._distributed_c10d import HashStore
 from everstep.data.loader import BatchSource, make_source
 from everstep.errors import UserError
 from everstep.wire import messages
-from everstep.worker import codec, rng
+from everstep.worker import codec, devices, rng
+from everstep.worker.between import Between
 from everstep.worker.control import Stopped
 from everstep.worker.groups import BACKEND
+from everstep.worker.mean import mean_over_ranks
+from everstep.worker.own import Own
 from everstep.worker.progress import Phase
-from everstep.worker.recovery import PATIENCE_S
+from everstep.worker.recovery import PATIENCE_S, Recovery
 from everstep.worker.runtime import Drawn, Worker
+from everstep.worker.section import Sections
+from everstep.worker.shards import shard_key
 from everstep.worker.state import State
 from everstep.worker.transaction import Step
 
 T = TypeVar("T")
-_SHARD = "all"  # every rank holds the whole state; sharded layouts get keys of their own
 
 
 class Run:
@@ -35,13 +39,16 @@ class Run:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._step: Step | None = None
-        self._once_calls: dict[str, int] = {}
+        self._recovery, self._between = Recovery(worker), Between(worker)
+        self._sections = Sections(worker, self._recovery, self._between, self._is_in_step)
         self._looping = False
         if dist.is_initialized():
             raise UserError(
                 "torch.distributed is set up already; everstep.init() stands where "
                 "dist.init_process_group stood: remove that call"
             )
+        spec = worker.spec
+        worker.device = devices.find(spec.device, spec.local_rank, spec.world_size, worker.note)
         store = HashStore()  # c10d wants one; addresses travel through the control plane instead
         dist.init_process_group(
             BACKEND, store=store, rank=worker.spec.rank, world_size=worker.spec.world_size
@@ -49,8 +56,11 @@ class Run:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step function is running, or was left by an exception."""
-        return self._step is not None and self._step.left_open
+        """Whether a step function or a section was left by what ends the process."""
+        return self._sections.left_open or (self._step is not None and self._step.left_open)
+
+    def _is_in_step(self) -> bool:
+        return self._step is not None and self._step.under_way
 
     # ------------------------------------------------------------ where this is
 
@@ -72,7 +82,8 @@ class Run:
     @property
     def device(self) -> torch.device:
         """The device to put the model on."""
-        return torch.device("cpu")
+        device = self._worker.device
+        return devices.CPU if device is None else device.accelerator.device
 
     @property
     def committed(self) -> int:
@@ -116,14 +127,22 @@ class Run:
         )
         return worker.source
 
-    def protect(self, **things: Any) -> None:
+    def protect(self, *, replicas: Any = None, local: Any = (), **things: Any) -> None:
         """Name the state that must survive: modules, optimizers, lists of them, any object with
         `state_dict`/`load_state_dict`, and the source of `run.data`.
+
+        Which ranks hold the same is worked out from DDP, FSDP2 and DTensors; what none of them
+        wraps is taken to be alike on all ranks. `replicas`: the ranks that hold the same as this
+        one (a process group, a DeviceMesh, or global ranks), where no wrapper says it: stages of a
+        pipeline, experts. `local`: objects with `state_dict`/`load_state_dict` that belong to this
+        rank alone (statistics of its samples, a loader's cursor), by name or in a list; their
+        states are plain data of at most 1 MiB each, written to the agent in every step.
 
         Blocks until all ranks have called it and hold the same. Raises UserError for what can't be
         protected, when called twice or after the first step; the job ends if ranks that should be
         replicas differ."""
         worker = self._worker
+        worker.faults.fire("setup")
         if worker.committed or (self._step is not None and self._step.began):
             raise UserError("protect() was called after the first step; call it before")
         if worker.state is not None:
@@ -136,12 +155,22 @@ class Run:
         for name in sources:
             worker.source = things.pop(name)
         state = State(things)
+        state.own = Own(local)
         worker.wrappers.check()
+        state.shard = shard_key(
+            state.modules,
+            state.optimizers,
+            replicas,
+            rank=worker.spec.rank,
+            world_size=worker.spec.world_size,
+        )
+        if worker.communicators.tape is not None:
+            worker.communicators.tape.protect(tensor for _, tensor in state.replicas())
         worker.rng_key = worker.spec.rng_key or rng.make_key()
         data = worker.source.identity if worker.source is not None else ""
         worker.control.send(
             messages.Protect(
-                shard=_SHARD,
+                shard=state.shard,
                 manifest=state.manifest_digest(data),
                 digests={} if worker.joining else state.digests(),
                 rng_key=worker.rng_key,
@@ -151,15 +180,56 @@ class Run:
         worker.state = state
         worker.faults.attach(next(iter(state.modules.values())))
 
-    def step(self, function: Callable[..., T]) -> Callable[..., T]:
+    @overload
+    def step(self, function: Callable[..., T]) -> Callable[..., T]: ...
+
+    @overload
+    def step(self, *, undo: bool) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+
+    def step(self, function: Any = None, *, undo: bool = False) -> Any:
         """Make `function` a step: it commits on all ranks, or is done again as if it had not begun.
 
         The function takes the batch and may return plain data or tensors. It is called once for
-        each batch of `run.batches`. Decorator; once a run."""
+        each batch of `run.batches`. Decorator; once a run.
+
+        `undo`: what the updates change is copied before the first, and the ranks meet at the end of
+        the function, so that also what follows an update (a collective whose result must be exact)
+        is done again. Costs a copy of the state in memory and in time. An update that communicates
+        or runs the model by itself (LBFGS, ZeroRedundancyOptimizer) has it without being asked."""
+        if function is None:
+            return functools.partial(self.step, undo=undo)
         if self._step is not None:
             raise UserError("run.step was used twice; put all updates of a step into one function")
-        self._step = Step(self._worker, function)
+        self._step = Step(self._worker, function, self._recovery, self._between, undo=undo)
         return self._step
+
+    @overload
+    def section(self, function: Callable[..., T]) -> Callable[..., T]: ...
+
+    @overload
+    def section(self, *, undo: bool = ...) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+
+    @overload
+    def section(
+        self, *, ranks: Sequence[int]
+    ) -> Callable[[Callable[..., T]], Callable[..., T | None]]: ...
+
+    def section(
+        self, function: Any = None, *, ranks: Sequence[int] | None = None, undo: bool = False
+    ) -> Any:
+        """Make `function` a section: work with collectives between the steps (an evaluation, a
+        save), which is done on all ranks, or again as if it had not begun. Decorator.
+
+        Called after `protect`, before, in or after the loop, by all ranks in the same order. It
+        returns plain data or tensors, at most 1 MiB: a replacement that comes by later gets what
+        was returned. It must not change protected state, but for buffers that are each rank's own;
+        `undo`: it may, since a copy of the state is taken first.
+
+        `ranks`: only these ranks do it, each by itself and once, without collectives; the others
+        get None."""
+        if function is None:
+            return functools.partial(self.section, ranks=ranks, undo=undo)
+        return self._sections.make(function, ranks=ranks, undo=undo)
 
     # ------------------------------------------------------------ the loop
 
@@ -189,13 +259,12 @@ class Run:
             )
         if worker.drawn is not None and not worker.joining and worker.committed < worker.drawn.step:
             raise UserError(f"the batch of step {worker.drawn.step} was given to no step function")
-        worker.faults.step = worker.committed
         worker.faults.fire("between")
-        worker.faults.step = 0
         if worker.joining:
             worker.control.send(messages.Wait())
-            step = worker.control.take(messages.Position, PATIENCE_S).step
-            worker.committed = step - 1  # what the step function sees while it rehearses
+            position = worker.control.take(messages.Position, PATIENCE_S)
+            step = position.step
+            self._step.enter_after(step - 1, position.capsule, position.kept)
         else:
             if worker.communicators.poisoned:
                 self._step.recover_between()
@@ -205,6 +274,7 @@ class Run:
                 raise StopIteration
         batch = worker.draw(step)
         worker.drawn = Drawn(step, batch)
+        worker.place.draw()
         return batch.value
 
     def _close(self) -> None:
@@ -234,6 +304,12 @@ class Run:
         ended."""
         worker = self._worker
         self._close()
+        if worker.closed and worker.log:  # of what came after the loop
+            log, worker.log = worker.log, {}
+            generation = worker.communicators.generation
+            worker.control.send(
+                messages.Close(generation=generation, step=worker.committed, log=log)
+            )
         digests = {}
         if worker.spec.record and worker.state is not None:
             from everstep.worker.state import digest_of
@@ -260,12 +336,13 @@ class Run:
         gets the recorded result. For opening a tracker, truncating a log. The result must be plain
         data (UserError else).
 
-        Calls are told apart by the function's name and their order.
+        Calls are told apart by the step after which they come, the function's name, and their
+        order. In a step or a section, a second attempt gets what the first recorded.
         """
         worker = self._worker
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        count = self._once_calls[name] = self._once_calls.get(name, 0) + 1
-        key = f"{name}#{count}"
+        inside = self._is_in_step() or bool(worker.place.inside)
+        key = worker.place.once_key(name, worker.committed, inside=inside)
         if key in worker.once:
             recorded: T = codec.decode(worker.once[key])
             return recorded
@@ -273,6 +350,22 @@ class Run:
         worker.once[key] = codec.encode(result, f"the result of run.once({name})")
         worker.control.send(messages.Once(key=key, value=worker.once[key]))
         return result
+
+    def mean(self, value: Any, group: Any = None) -> Any:
+        """The mean of a number or a small tensor over the ranks of `group` (None: all), in float64:
+        a float for a number, else a tensor of the same shape.
+
+        Inside a step before its last update, or in a section; all ranks of the group call it.
+        Exact under faults. One all-reduce; the cheapest place is before `backward()`. Raises
+        UserError elsewhere, or for more than 1024 values."""
+        if self._step is not None and self._step.under_way:
+            self._step.check_mean()
+        elif not self._worker.place.inside:
+            raise UserError(
+                "run.mean was called outside of a step and a section, where it could not be done "
+                "again; call it in the step, before the update, or in a section"
+            )
+        return mean_over_ranks(value, group)
 
     def log(self, **scalars: float) -> None:
         """Note scalars for the step under way, or the one just done; they are written with the next

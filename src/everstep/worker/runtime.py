@@ -9,20 +9,25 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from everstep.core.words import name_break
 from everstep.data.loader import Batch, BatchSource
 from everstep.types import Cause, CauseKind
 from everstep.wire import messages
-from everstep.worker import rng
+from everstep.worker import devices, rng
 from everstep.worker.communicators import Communicators
 from everstep.worker.control import Control, Stopped
 from everstep.worker.faults import Faults
 from everstep.worker.groups import OuterGroup, register
-from everstep.worker.inner import GlooInner
+from everstep.worker.inner import Exchange, GlooInner, Inner
+from everstep.worker.place import Place, kept_before_steps
 from everstep.worker.progress import Phase, Progress
+from everstep.worker.stacks import show_compiling, show_stacks
 from everstep.worker.state import State
+from everstep.worker.streams import Device
+from everstep.worker.tape import Tape
 from everstep.worker.wrappers import Wrappers
 
 HOST = "127.0.0.1"
@@ -46,11 +51,21 @@ class Worker:
         self.communicators = Communicators(
             self._make_inner, self._on_fault, generation=spec.generation, solo=spec.joiner
         )
+        self.communicators.progress = self.progress
+        self.communicators.tape = Tape(
+            spec.rank, spec.tape, self.control.send, self.note, playing=spec.joiner
+        )
+        self.progress.regroup(spec.generation)
+        show_stacks(spec.stacks_path, self.progress)
+        show_compiling(self.progress)
         if spec.joiner:  # it was born into a stop
             self.control.stopped = self.communicators.stopped = spec.generation
         register(self.communicators)
+        self.device: Device | None = None  # the CPU; found when the script calls init()
         self.wrappers = Wrappers()
-        self.faults = Faults(spec.faults, self.control)
+        self.faults = Faults(
+            spec.faults, self.control, lambda: 0 if self.joining else self.committed
+        )
         self.once = dict(spec.once)
         self.state: State | None = None
         self.source: BatchSource | None = None
@@ -59,6 +74,10 @@ class Worker:
         self.committed = 0
         self.drawn: Drawn | None = None
         self.closed = False
+        self.place = Place()
+        if spec.joiner:
+            self.place.kept = kept_before_steps(spec.once)
+        self.carry = False  # the script's own random streams are kept
         self.values: dict[str, Any] = {}
         self.log: dict[int, dict[str, float]] = {}
 
@@ -67,25 +86,42 @@ class Worker:
         """The group of all ranks; the first that c10d made."""
         return self.communicators.groups[0]
 
-    def _make_inner(self, group: OuterGroup, generation: int) -> GlooInner:
-        def exchange(payload: bytes) -> dict[int, bytes]:
-            return self.control.exchange(
-                generation,
-                group.name,
-                group.rank(),
-                group.size(),
-                payload,
-                self.spec.build_timeout_s,
+    def _make_inner(self, group: OuterGroup, generation: int) -> Inner:
+        spec = self.spec
+
+        def exchange_as(name: str) -> Exchange:
+            return lambda payload: self.control.exchange(
+                generation, name, group.rank(), group.size(), payload, spec.build_timeout_s
             )
 
-        return GlooInner(
-            group.rank(),
-            group.size(),
-            exchange,
-            host=HOST,
-            build_timeout_s=self.spec.build_timeout_s,
-            collective_timeout_s=self.spec.collective_timeout_s,
-            on_address=lambda inner: self.communicators.being_built(generation, inner),
+        def begun(inner: Inner) -> None:
+            self.communicators.being_built(generation, inner)
+
+        def gloo(on_address: Callable[[Inner], None]) -> GlooInner:
+            return GlooInner(
+                group.rank(),
+                group.size(),
+                exchange_as(group.name),
+                host=HOST,
+                build_timeout_s=spec.build_timeout_s,
+                collective_timeout_s=spec.collective_timeout_s,
+                on_address=on_address,
+            )
+
+        if self.device is None:
+            return gloo(begun)
+        return devices.build(
+            self.device,
+            gloo,
+            exchange_as(f"{group.name}/nccl"),
+            rank=group.rank(),
+            size=group.size(),
+            name=group.name,
+            generation=generation,
+            build_timeout_s=spec.build_timeout_s,
+            collective_timeout_s=spec.collective_timeout_s,
+            on_begin=begun,
+            on_error=lambda error: self.communicators.fail(generation, error),
         )
 
     def _on_stop(self, generation: int) -> None:
@@ -106,10 +142,29 @@ class Worker:
         )
 
     def draw(self, step: int) -> Batch:
-        """A fresh batch of `step`, the same each time: the generators are seeded for it first."""
+        """A fresh batch of `step`, the same each time: the generators are seeded for it first.
+        Streams that are carried go on after it as if nothing had been drawn."""
         assert self.source is not None
+        streams = self.streams()
         rng.seed_all(self.rng_key, step, "data")
-        return self.source.at(step)
+        batch = self.source.at(step)
+        self.restore_streams(streams)
+        return batch
+
+    def seed(self, moment: str, step: int | None = None) -> None:
+        """Seed all generators for `moment` of `step` (of the last committed, if none is given),
+        unless the script's own streams are carried."""
+        if not self.carry:
+            rng.seed_all(self.rng_key, self.committed if step is None else step, moment)
+
+    def streams(self) -> bytes | None:
+        """The states of all generators, where they are carried."""
+        return rng.states() if self.carry else None
+
+    def restore_streams(self, streams: bytes | None) -> None:
+        """Put back what `streams` returned."""
+        if streams is not None:
+            rng.restore(streams)
 
     def note(self, key: str, text: str) -> None:
         """Something a person should know, shown once."""

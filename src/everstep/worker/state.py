@@ -23,6 +23,8 @@ import xxhash
 
 from everstep.errors import UserError
 from everstep.worker import checks, codec
+from everstep.worker.own import Own
+from everstep.worker.shards import WHOLE
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +76,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local is not None else tensor
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written to in place; a DTensor's own count stands still."""
+    version: int = getattr(tensor, "_local_tensor", tensor)._version
+    return version
+
+
 def put(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy into `target`, which may be expanded: what is stored once is written once."""
     for dim in range(target.dim()):
@@ -98,13 +106,19 @@ class State:
             )
         if not self.modules:
             raise UserError("protect() got no module: pass model=<your model, or its wrapper>")
+        self.own = Own()
+        """What belongs to this rank alone, by the script's word."""
+        self.shard = WHOLE
+        """Which part of the job's state this is: the key that replicas have alike."""
         self.changing: tuple[str, ...] = ()
         self.late: set[str] = set()
         """Buffers that the step changes after its update: replicas that change."""
         self.at_commit: Steering | None = None
         """The steering as it was at the last commit: what peers are given."""
         self.has_buffers = any(True for _ in self.buffers())
-        self.parameter_list = [parameter for _, parameter in self.parameters()]
+        # FSDP2 puts gathered parameters into the modules while they run: these are the stored ones.
+        self._parameters = list(self._named_parameters())
+        self.parameter_list = [parameter for _, parameter in self._parameters]
         self._check_updated_parameters_are_protected()
 
     def _place(self, name: str, thing: Any) -> None:
@@ -116,6 +130,7 @@ class State:
                 "place)"
             )
         if isinstance(thing, torch.nn.Module):
+            checks.refuse_unsupported_module(name, thing)
             self.modules[name] = thing
             for inner, extra in checks.extra_states(name, thing).items():
                 codec.encode(extra.state_dict(), f"the extra state of {inner}")
@@ -123,6 +138,8 @@ class State:
         elif isinstance(thing, torch.optim.Optimizer):
             checks.refuse_unsupported(name, thing)
             self.optimizers[name] = thing
+            if checks.is_zero_optimizer(thing):  # what it keeps of this rank's part
+                self.optimizers[f"{name}.local"] = thing.optim  # type: ignore[attr-defined]
         elif isinstance(thing, (list, tuple)):
             for index, item in enumerate(thing):
                 self._place(f"{name}.{index}", item)
@@ -162,8 +179,11 @@ class State:
 
     # ------------------------------------------------------------ names
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters(self) -> list[tuple[str, torch.Tensor]]:
         """All parameters of the protected modules, each once."""
+        return self._parameters
+
+    def _named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
         for prefix, module in self.modules.items():
             for name, parameter in module.named_parameters():
@@ -384,7 +404,7 @@ class State:
             (name, str(t.dtype), tuple(local(t.detach()).shape))
             for name, t in [*self.parameters(), *self.buffers()]
         ]
-        text = repr((names, sorted(self.optimizers), sorted(self.objects), data))
+        text = repr((names, sorted(self.optimizers), sorted(self.objects), self.own.names, data))
         return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -393,6 +413,7 @@ def digest_of(tensors: list[torch.Tensor], extra: bytes = b"") -> str:
     for it."""
     digest = xxhash.xxh3_128(extra)
     for tensor in tensors:
-        raw = codec.tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg())
+        stored = local(tensor.detach())
+        raw = codec.tensor_bytes(stored.to("cpu").resolve_conj().resolve_neg())
         digest.update(codec.buffer_of(raw))
     return digest.hexdigest()

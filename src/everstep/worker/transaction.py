@@ -3,12 +3,10 @@
 Theory of operation: an attempt runs the script's function with the generators seeded for the step.
 Its communicators may be poisoned at any moment; then it runs on, on zeros, to the *gate*, which
 stands before every optimizer update (a global pre-hook). The gate waits for all collectives that
-were launched and lets the update pass only if none of this attempt's was poisoned. Where every rank
-holds the whole state that is enough (fence `none`): a rank whose collectives all ended has the
-gradients that everybody has, and who is behind takes the newest state from a peer. Where something
-of a rank cannot be known before its last collective, an *early* fence is added: one tiny all-reduce
-before the update, entered when the capsule is with the agent (forecast.py). Which of both is
-learned in the first step and agreed in the second.
+were launched and lets the update pass only if none of this attempt's was poisoned. Before the last
+update, or at the function's end, stands the fence that the job has agreed on (fence.py). It is
+entered when the capsule is with the agent (forecast.py). Updates that come before the fence are
+undone from a copy.
 
 An exception before the gate leaves the state whole; one after it leaves it *torn*, to be fetched
 from a peer. A failed attempt puts back what it touched (entry.py), recovers (recovery.py), and is
@@ -22,8 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -33,19 +31,21 @@ from everstep.data.loader import Batch
 from everstep.errors import UserError
 from everstep.types import Decision
 from everstep.wire import messages
-from everstep.worker import codec, rng
+from everstep.worker import codec
 from everstep.worker.attempt import Attempt, Unwind
 from everstep.worker.batch import exchange
 from everstep.worker.between import Between
 from everstep.worker.capsule import Contents
 from everstep.worker.communicators import Answer
 from everstep.worker.entry import Entry, GradientPolicy, Undo
-from everstep.worker.forecast import Forecast
+from everstep.worker.fence import Fence
+from everstep.worker.forecast import Forecast, pattern_of
 from everstep.worker.progress import Phase
 from everstep.worker.record import record_of, samples_of
 from everstep.worker.recovery import Outcome, Recovery
 from everstep.worker.runtime import Worker
-from everstep.worker.state import State, digest_of
+from everstep.worker.state import State, local
+from everstep.worker.tape import LAST_STEP
 
 _MAX_REHEARSALS = 6
 _LEARNING_STEPS = 2
@@ -54,19 +54,27 @@ _LEARNING_STEPS = 2
 class Step:
     """The callable that `run.step` makes of a function. One a worker; main thread only."""
 
-    def __init__(self, worker: Worker, function: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        function: Callable[..., Any],
+        recovery: Recovery,
+        between: Between,
+        *,
+        undo: bool = False,
+    ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._worker = worker
-        self._recovery = Recovery(worker)
+        self._recovery = recovery
         self._forecast = Forecast(worker, function)
         self._gradients = GradientPolicy()
-        self._between = Between(worker)
+        self._between = between
         self._attempt: Attempt | None = None
         self._updates = 1  # updates in a step, as learned
         self._buffers_until = _LEARNING_STEPS  # up to which step buffers are looked at closely
         self._tail = False  # whether collectives follow the last update, as learned
-        self._fence: str | None = None  # as agreed
+        self._fence = Fence(worker, late=undo)
         self.began = False
         self.left_open = False  # the function was left by what ends the process
         register_optimizer_step_pre_hook(self._before_update)
@@ -88,8 +96,9 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         worker = self._worker
-        if self._attempt is not None:
-            raise UserError("a step function was called inside a step; call it once, from the loop")
+        if self._attempt is not None or worker.place.inside:
+            where = f"the section {worker.place.inside}" if worker.place.inside else "a step"
+            raise UserError(f"a step function was called inside {where}; call it once, in the loop")
         if worker.drawn is None or self._state is None:
             raise UserError(
                 "a step function takes one batch of run.batches(...) a call, and only there can a "
@@ -106,6 +115,7 @@ class Step:
         if not self.began:
             worker.communicators.on_outside = self._warn_of_collective
         self.began = True
+        worker.place.check_all_called(drawn.step)
         self._between.at_begin(self._state, drawn.step)
         batch = drawn.batch
         while True:
@@ -133,7 +143,9 @@ class Step:
             self._agree(attempt)
             result = self._function(*args, **kwargs)
             if not attempt.sealed:
+                attempt.result = (result,)
                 self._gate(attempt, last=True)
+            worker.faults.fire("commit")
         except Unwind:
             attempt.unwound = True
         except UserError:
@@ -168,16 +180,20 @@ class Step:
         attempt = self._attempt = Attempt(step, entry, rehearsal=False)
         attempt.log = {step: dict(scalars) for step, scalars in worker.log.items()}
         attempt.values = codec.copy(worker.values)
-        attempt.fence = self._fence
+        attempt.streams = worker.streams()
+        worker.place.new_attempt()
+        attempt.fence = self._fence.kind
         communicators.trace.clear()
-        communicators.touched = communicators.replaying = False
+        if communicators.tape is not None:
+            communicators.tape.begin(step)
+        communicators.touched = communicators.replaying = communicators.cut_off = False
         communicators.answer = Answer.ZEROS
         communicators.before_launch = self._before_collective
         communicators.unwind = Unwind
         communicators.bound = self._forecast.bound()
         worker.faults.step = step
         worker.phase(Phase.STEP, step)
-        rng.seed_all(worker.rng_key, step, "step")
+        worker.seed("step", step)
         return attempt
 
     def _end(self) -> None:
@@ -185,6 +201,7 @@ class Step:
         self._worker.faults.step = 0
         self._worker.communicators.before_launch = None
         self._worker.communicators.bound = 0
+        self._worker.communicators.cut_off = False
         self._worker.communicators.answer = Answer.RAISE
 
     def _warn_of_collective(self, operation: str) -> None:
@@ -193,7 +210,7 @@ class Step:
             "collective-outside",
             f"a collective ({operation}) was called outside of the step function; it works, but if "
             "a rank fails there or after it, the run can't go on. Move it into the step function, "
-            "before the update",
+            "before the update, or into a section (@run.section)",
         )
 
     # ------------------------------------------------------------ commit
@@ -209,7 +226,7 @@ class Step:
             )
         self._learn(attempt)
         self._forecast.settle(attempt, result)
-        self._fence = attempt.fence
+        self._fence.kind = attempt.fence
         log, worker.log = worker.log, {}
         record = record_of(result, samples, log, worker.values) if worker.spec.record else None
         self._commit(attempt.step, log, record)
@@ -221,9 +238,13 @@ class Step:
 
     def _commit(self, step: int, log: dict[int, dict[str, float]], record: bytes | None) -> None:
         worker = self._worker
+        worker.communicators.complete = True
         worker.committed = step
+        worker.place.next_step()
         self._between.at_commit(self._state, step)
         worker.phase(Phase.BETWEEN)
+        if step >= LAST_STEP:
+            worker.communicators.tape = None
         commit = messages.Commit(
             generation=worker.communicators.generation,
             step=step,
@@ -232,7 +253,7 @@ class Step:
             record=record,
         )
         worker.control.send(commit)
-        rng.seed_all(worker.rng_key, step, "after")
+        worker.seed("after")
 
     def _learn(self, attempt: Attempt) -> None:
         """What this step shows of those to come."""
@@ -242,6 +263,7 @@ class Step:
         if attempt.entry.learn_buffers() or attempt.step <= _LEARNING_STEPS:
             self._buffers_until = max(self._buffers_until, attempt.step + _LEARNING_STEPS)
         if attempt.step <= 1:  # the first step, or a rehearsal
+            self._worker.wrappers.find_fsdp()
             self._updates = max(1, attempt.updates)
         elif attempt.updates > self._updates:
             self._updates = attempt.updates
@@ -261,35 +283,52 @@ class Step:
         attempt = self._attempt
         if attempt is None:
             return
-        self._check_update(optimizer, args, kwargs)
+        if attempt.inside is not None:  # an update inside an update: a part of it
+            return
+        self._check_update(optimizer)
+        attempt.inside, attempt.updating = len(self._worker.communicators.trace), optimizer
         attempt.updates += 1
+        if any(callable(value) for value in [*args[1:], *kwargs.values()]):
+            attempt.calls_back = True
+            self._want_late(attempt)
         if attempt.rehearsal:
             self._forecast.at_gate(attempt)
             attempt.entry.at_gate()
             attempt.collectives = len(self._worker.communicators.trace)
             return
-        last = attempt.updates >= self._updates
+        last = attempt.updates >= self._updates and attempt.fence != "late"
         if not last and attempt.undo is None and attempt.step > 1:
             attempt.undo = Undo(self._state)
         self._gate(attempt, last=last)
         self._worker.phase(Phase.UPDATE)
         self._worker.faults.fire("optimizer")
 
-    def _check_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _check_update(self, optimizer: Any) -> None:
         if all(optimizer is not known for known in self._state.optimizers.values()):
             raise UserError(
                 f"a {type(optimizer).__name__} that is not protected updates in the step: its "
                 "state would be lost with a rank; name it in run.protect(...)"
             )
-        if any(callable(value) for value in [*args[1:], *kwargs.values()]):
-            raise UserError(
-                "optimizer.step(closure) runs the model inside the update, where a failure can't "
-                "be undone; call backward() before it, and step() without a closure"
-            )
 
-    def _after_update(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if self._attempt is not None and self._attempt.passed:
+    def _after_update(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        attempt = self._attempt
+        if attempt is None or attempt.inside is None or optimizer is not attempt.updating:
+            return
+        communicates = len(self._worker.communicators.trace) > attempt.inside
+        attempt.inside = None
+        if communicates:
+            self._want_late(attempt)
+        if attempt.passed:
             self._worker.phase(Phase.STEP)
+
+    def _want_late(self, attempt: Attempt) -> None:
+        """The update communicates or runs the model. Raises UserError where it is too late."""
+        self._fence.want("late")
+        if attempt.fence is not None and attempt.fence != "late":
+            raise UserError(
+                f"the update of step {attempt.step} communicates, or runs the model, and those of "
+                "the first step did not, so it could not be undone; use @run.step(undo=True)"
+            )
 
     def _gate(self, attempt: Attempt, *, last: bool) -> None:
         """Let the update pass if all collectives of this attempt ended; else leave the function."""
@@ -300,16 +339,12 @@ class Step:
         broken = communicators.touched
         if not attempt.passed:
             attempt.torn |= self._between.changed_since_commit(self._state, attempt.step)
-        if not broken and not communicators.trace and worker.spec.world_size > 1:
-            raise UserError(
-                f"step {attempt.step} made no collective, so ranks could drift apart and could not "
-                "be brought back together; accumulate micro-batches inside one step function"
-            )
-        if last and not broken:
+        if not broken and last:
+            self._check_met(attempt)
             self._forecast.at_gate(attempt)
         worker.faults.fire("fence")
-        if last and not broken and attempt.fence == "early":
-            self._pass_fence()
+        if last and not broken and attempt.fence in ("early", "late"):
+            self._fence.enter()
         if broken or (communicators.poisoned and not (last and self._may_advance(attempt))):
             raise Unwind
         if communicators.poisoned:
@@ -319,52 +354,43 @@ class Step:
             if outcome.decision is not Decision.ADVANCE:
                 attempt.outcome = outcome
                 raise Unwind
+            communicators.cut_off = True  # peers have made the step: nobody meets this rank in it
         attempt.passed, attempt.sealed = True, last
         attempt.entry.at_gate()
         attempt.collectives = len(communicators.trace)
         communicators.touched = False
+        if last and attempt.fence != "none":
+            attempt.undo = None  # all ranks make the step: nothing of it is undone any more
         communicators.answer = Answer.NANS if attempt.undo is None else Answer.ZEROS
 
-    def _may_advance(self, attempt: Attempt) -> bool:
-        """Whether this rank could make the step by itself: nothing collective follows its
-        update."""
-        return attempt.updates > 0 and attempt.undo is None and attempt.step > 1 and not self._tail
+    def _check_met(self, attempt: Attempt) -> None:
+        """Raise UserError for a step in which the ranks do not meet."""
+        met = bool(self._worker.communicators.trace)
+        if not met and not attempt.calls_back and self._worker.spec.world_size > 1:
+            raise UserError(
+                f"step {attempt.step} made no collective, so ranks could drift apart and could not "
+                "be brought back together; accumulate micro-batches inside one step function"
+            )
 
-    def _pass_fence(self) -> None:
-        """I am here, and none of my collectives was poisoned."""
-        self._all_max([1])
+    def _may_advance(self, attempt: Attempt) -> bool:
+        """Whether this rank could make the step by itself. Behind a fence all can; without one it
+        depends on nothing collective following the update."""
+        if attempt.step <= 1:
+            return False
+        if attempt.fence != "none":
+            return True
+        return attempt.updates > 0 and attempt.undo is None and not self._tail
 
     def _agree(self, attempt: Attempt) -> None:
-        """In the job's second step: all ranks take the early fence if one wants it, and have the
-        buffers alike that are no rank's own."""
+        """In the job's second step all ranks agree on the fence."""
         if attempt.fence is not None or attempt.step == 1:
             return
-        held = int(digest_of([b for _, b in self._state.shared_buffers()])[:7], 16)
-        wanted, most, least = self._all_max([self._forecast.wants_fence, held, -held])
-        if self._worker.communicators.poisoned:
+        if self._forecast.wants_fence or self._worker.carry:
+            self._fence.want("early")
+        attempt.fence = self._fence.agree()
+        if attempt.fence is None:
             raise Unwind
-        if most != -least:
-            raise UserError(
-                "buffers that the step changes after its update differ between the ranks (an "
-                "average that takes in BatchNorm's buffers?), so no rank holds a copy of "
-                "another's; keep them out of the average, or make them equal on all ranks"
-            )
-        attempt.fence = "early" if wanted else "none"
         self._forecast.capture(attempt)  # a successor of this rank must know what was agreed
-
-    def _all_max(self, values: list[int]) -> list[int]:
-        """The largest of each value over all ranks: a collective of everstep's own, which is no
-        part of the step's trace."""
-        communicators = self._worker.communicators
-        options = dist.AllreduceOptions()
-        largest: Any = dist.ReduceOp.MAX
-        options.reduceOp = largest
-        cells = torch.tensor(values, dtype=torch.int32)
-        communicators.before_launch = None
-        self._worker.world.allreduce([cells], options).wait()
-        communicators.before_launch = self._before_collective
-        communicators.trace.pop()
-        return [int(cell) for cell in cells]
 
     # ------------------------------------------------------------ failure
 
@@ -387,7 +413,7 @@ class Step:
         """The first step failed here. Either it failed everywhere, then all ranks start again; or a
         peer has committed it, then this rank takes its state like a joiner, and like one it has to
         see a whole step first: bucket layouts, and what the function returns."""
-        self._worker.wrappers.reset(rebuild=False)
+        self._worker.wrappers.reset(passes=0)
         self._rehearse(args, kwargs)
 
     def _recovered_in_gate(self, outcome: Outcome) -> Outcome:
@@ -405,6 +431,18 @@ class Step:
         worker.log = attempt.log
         worker.values.clear()
         worker.values.update(codec.copy(attempt.values))
+        worker.restore_streams(attempt.streams)
+
+    def check_mean(self) -> None:
+        """A mean over ranks is asked for. Raises UserError after the update, unless that can still
+        be undone."""
+        attempt = self._attempt
+        if attempt is not None and attempt.sealed and attempt.step > 1 and attempt.fence != "late":
+            raise UserError(
+                f"run.mean was called after the update of step {attempt.step}, where a rank that "
+                "dies takes its part along; call it before the update, or use "
+                "@run.step(undo=True)"
+            )
 
     def recover_between(self) -> Outcome:
         """The stop came while no step was under way."""
@@ -419,7 +457,7 @@ class Step:
         result = self._forecast.result_of(capsule, outcome.step)
         log: dict[int, dict[str, float]] = {}
         if capsule is not None and (capsule.step <= outcome.step or outcome.step > 1):
-            self._fence = capsule.fence or self._fence
+            self._fence.kind = capsule.fence or self._fence.kind
         if capsule is not None and capsule.step == outcome.step:
             self._take(capsule)
             log = capsule.log
@@ -429,20 +467,36 @@ class Step:
             samples = samples_of(worker.draw(outcome.step))
             record = record_of(result, samples, log, worker.values)
         self._commit(outcome.step, log, record)
+        worker.place.sections, worker.place.kept = outcome.sections, outcome.kept
         return result
 
+    def enter_after(self, step: int, capsule: bytes | None, kept: dict[str, bytes]) -> None:
+        """In a replacement: the script runs on from the commit of `step`. `capsule`, `kept`: what
+        its predecessor kept then, and in the sections after it."""
+        self._worker.committed = step
+        if step:
+            self._worker.place.next_step()
+            self._worker.place.kept = kept
+        if capsule is not None:
+            contents = msgspec.msgpack.decode(capsule, type=Contents)
+            self._forecast.pattern = contents.pattern
+            self._take(contents)
+
     def _take(self, capsule: Contents) -> None:
-        """Rank-local buffers and `run.state`, as they were after the capsule's step."""
+        """What the rank had of its own after the capsule's step."""
         buffers = dict(self._state.buffers())
         with torch.no_grad():
             for name, data in capsule.buffers.items():
                 if name in self._state.changing:
-                    buffers[name].copy_(codec.decode(data))
+                    local(buffers[name]).copy_(codec.decode(data))
         self._worker.values.clear()
         self._worker.values.update(codec.decode(capsule.state))
+        self._state.own.load(capsule.local)
+        self._worker.restore_streams(capsule.streams)
 
     def _join(self, args: Any, kwargs: Any) -> Any:
         passes = self._rehearse(args, kwargs)
+        self._worker.communicators.tape = None  # it has told all there is
         outcome = self._recovery.run(torn=True, passes=passes)
         self._worker.joining = False
         self.began = True
@@ -450,16 +504,21 @@ class Step:
         return self._resume(outcome)
 
     def _rehearse(self, args: Any, kwargs: Any) -> int:
-        """Run the step with no peers until no new collective appears, so that lazy state is in
-        place. What it computes is thrown away: the state comes from peers afterwards."""
+        """Run the step with no peers until its collectives are those of its peers' steps, or no new
+        one appears, so that lazy state is in place. What it computes is thrown away: the state
+        comes from peers afterwards."""
         before: list[tuple[str, int]] | None = None
+        wanted = self._forecast.pattern
+        most = self._worker.wrappers.most_rehearsals(self._worker.committed + 1)
         passes = 0
-        while passes < _MAX_REHEARSALS:
+        while passes < (most or _MAX_REHEARSALS):
             passes += 1
+            if self._worker.communicators.tape is not None:
+                self._worker.communicators.tape.rehearse(passes)
             if not self._rehearse_once(args, kwargs):
                 break
             trace = list(self._worker.communicators.trace)
-            if trace == before:
+            if trace == before or (passes > 1 and pattern_of(trace) == wanted):
                 break
             before = trace
         self._worker.log = {}

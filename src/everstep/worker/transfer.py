@@ -13,7 +13,7 @@ Runs on its own thread (recovery.py); blocks until done or until the sockets are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -28,7 +28,12 @@ CHUNK_BYTES = 8 << 20
 
 
 class ReceiptError(EverstepError):
-    """What was fetched is not what the sources hold."""
+    """What was fetched is not what the sources hold. `held`: where these do not agree, what each
+    says that it holds."""
+
+    def __init__(self, text: str, held: Mapping[int, str] | None = None) -> None:
+        super().__init__(text)
+        self.held = dict(held or {})
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,16 +157,7 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
     manifest, leaves = headers[0].manifest, headers[0].leaves
     assert manifest is not None and leaves is not None  # the first source always sends them
     targets = state.adopt(manifest)
-    if len({header.digest for header in headers}) > 1:
-        held = ", ".join(
-            f"rank {s}: {h.digest[:12]}" for s, h in zip(sources, headers, strict=True)
-        )
-        disagreement = (
-            f"the ranks that hold the state do not hold the same ({held}): a copy is corrupt, or "
-            "they are no replicas"
-        )
-    else:
-        disagreement = ""
+    held = {source: header.digest for source, header in zip(sources, headers, strict=True)}
     stream = Stream(targets)
     if any(header.nbytes != stream.nbytes for header in headers):
         raise ReceiptError(
@@ -181,8 +177,13 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
             for start, data, work in arriving:
                 work.wait()
                 stream.write(start, data)
-    if disagreement:  # only now: the sources have sent all, and none waits
-        raise ReceiptError(disagreement)
+    if len(set(held.values())) > 1:  # only now: the sources have sent all, and none waits
+        said = ", ".join(f"rank {source}: {digest[:12]}" for source, digest in held.items())
+        raise ReceiptError(
+            f"the ranks that hold the state do not hold the same ({said}): a copy is corrupt, or "
+            "they are no replicas",
+            held,
+        )
     _load(state, leaves)
     state.at_commit = state.steering()
     digest = digest_of(targets, state.leaves().digest())

@@ -5,18 +5,20 @@ process as it would without everstep."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from everstep.data.loader import BatchSource, make_source
 from everstep.errors import UserError
-from everstep.worker import rng
+from everstep.worker import devices, rng
+from everstep.worker.mean import mean_over_ranks
+from everstep.worker.place import Place
 
 T = TypeVar("T")
 _run: PlainRun | None = None
@@ -25,19 +27,22 @@ _run: PlainRun | None = None
 class PlainRun:
     """A run that nothing protects. See everstep.worker.run.Run for the methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, carry: bool = False) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.device = torch.device("cpu")
+        self.device = devices.unprotected(self.local_rank)
         self.committed = 0
         self.protected = False
         self.state: dict[str, Any] = {}
         self._source: BatchSource | None = None
         self._key = b""
+        self._carry = carry
+        self._place = Place()
         if not dist.is_initialized():
             if "RANK" in os.environ:
-                dist.init_process_group("gloo")
+                on_cpu = self.device == devices.CPU
+                dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
             else:
                 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
@@ -57,16 +62,54 @@ class PlainRun:
     def protect(self, **_things: Any) -> None:
         self._key = rng.make_key()
 
-    def step(self, function: Callable[..., T]) -> Callable[..., T]:
-        def unprotected(*args: Any, **kwargs: Any) -> T:
-            step = self.committed + 1
-            rng.seed_all(self._key, step, "step")
+    def step(self, function: Any = None, *, undo: bool = False) -> Any:
+        if function is None:
+            return functools.partial(self.step, undo=undo)
+
+        @functools.wraps(function)
+        def unprotected(*args: Any, **kwargs: Any) -> Any:
+            self._seed(self.committed + 1, "step")
             result = function(*args, **kwargs)
-            self.committed = step
-            rng.seed_all(self._key, step, "after")
+            self.committed += 1
+            self._place.next_step()
+            self._seed(self.committed, "after")
             return result
 
         return unprotected
+
+    def section(
+        self, function: Any = None, *, ranks: Sequence[int] | None = None, undo: bool = False
+    ) -> Any:
+        if function is None:
+            return functools.partial(self.section, ranks=ranks, undo=undo)
+
+        @functools.wraps(function)
+        def unprotected(*args: Any, **kwargs: Any) -> Any:
+            if ranks is not None and self.rank not in ranks:
+                return None
+            place = self._place.name() if ranks is None else self._place.name_alone()
+            self._place.called += ranks is None
+            self._seed(self.committed, place)
+            result = function(*args, **kwargs)
+            self._seed(self.committed, f"after {place}")
+            return result
+
+        return unprotected
+
+    def mean(self, value: Any, group: Any = None) -> Any:
+        return mean_over_ranks(value, group)
+
+    def _seed(self, step: int, moment: str) -> None:
+        if not self._carry:
+            rng.seed_all(self._key, step, moment)
+
+    def _draw(self, step: int) -> Any:
+        streams = rng.states() if self._carry else None
+        rng.seed_all(self._key, step, "data")
+        value = self._source.at(step).value  # type: ignore[union-attr]  # batches() has looked
+        if streams is not None:
+            rng.restore(streams)
+        return value
 
     def batches(self, *, until: int) -> Iterator[Any]:
         if self._source is None:
@@ -75,8 +118,8 @@ class PlainRun:
             )
         while self.committed < until:
             step = self.committed + 1
-            rng.seed_all(self._key, step, "data")
-            yield self._source.at(step).value
+            self._place.draw()
+            yield self._draw(step)
             if self.committed < step:
                 raise UserError(f"the batch of step {step} was given to no step function")
 
@@ -87,12 +130,12 @@ class PlainRun:
         return None
 
 
-def plain_run() -> PlainRun:
+def plain_run(streams: str = rng.KEYED) -> PlainRun:
     """The unprotected run of this process; says once, on rank 0, that it is one, if
-    everstep's launcher has not."""
+    everstep's launcher has not. `streams`: how random streams are kept, at the first call."""
     global _run
     if _run is None:
-        _run = PlainRun()
+        _run = PlainRun(carry=rng.carries(streams))
         # `EVERSTEP=off everstep run` has said so itself.
         told = os.environ.get("EVERSTEP") == "off" and "EVERSTEP_RUN_ID" in os.environ
         if _run.rank == 0 and not told:

@@ -3,11 +3,18 @@
 DDP's reducer remembers how far a backward pass came and, from the first pass, in which order
 gradients became ready; its bucket layout decides the bits of the sums. So before every retry each
 rank (a) rebuilds a layout that is due, from what it saw itself, and (b) resets the reducer; all
-ranks do both, or the layouts would part. Wrappers are found by a module-registration hook, so that
-one that is not passed to `protect` is found as well."""
+ranks do both, or the layouts would part. DDP instances are found by a module-registration hook, so
+that one that is not passed to `protect` is found as well.
+
+FSDP2 keeps gathered parameters in the modules between forward and backward; after a poisoned gather
+they are zeros, and the next pass would use them. So every root is resharded, and the gradients it
+has not reduced yet are dropped. Its modules change their class without telling anybody: they are
+looked for among all objects, when set-up ends and after the first step."""
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
 from typing import Any
 
@@ -17,20 +24,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import UserError
 
+_STATIC_PASSES = 2  # DDP lays out a static graph's buckets by its second pass, others by the first
+
 
 class Wrappers:
-    """All DDP instances of this process, from the moment this is made."""
+    """All DDP and FSDP2 instances of this process, from the moment this is made."""
 
     def __init__(self) -> None:
         self._ddp: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._fsdp: weakref.WeakSet[Any] = weakref.WeakSet()
         register_module_module_registration_hook(self._saw)
+
+    def find_fsdp(self) -> None:
+        """Look for FSDP2 modules. Takes some 10 ms where FSDP2 is in use, else nothing."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        kind = getattr(fsdp, "FSDPModule", None)
+        if kind is not None:
+            found = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+            self._fsdp = weakref.WeakSet(found)
 
     def _saw(self, module: torch.nn.Module, _name: str, _submodule: Any) -> None:
         if isinstance(module, DistributedDataParallel):
             self._ddp.add(module)
 
     def check(self) -> None:
-        """Refuse what cannot be reset yet. Raises UserError."""
+        """Set-up ends. Raises UserError for what cannot be reset."""
+        self.find_fsdp()
         for ddp in self._ddp:
             if getattr(ddp, "_delay_all_reduce_params", None):
                 raise UserError(
@@ -42,13 +61,36 @@ class Wrappers:
                     "not be protected"
                 )
 
-    def reset(self, *, rebuild: bool = True) -> None:
+    def most_rehearsals(self, committed: int) -> int | None:
+        """How many passes a replacement may make whose peers have committed `committed` steps, so
+        that its bucket layouts are theirs; None: as many as it takes."""
+        young = any(ddp.static_graph and committed < _STATIC_PASSES for ddp in self._ddp)
+        return committed if young else None
+
+    def reset(self, *, passes: int) -> None:
         """Bring every wrapper to idle. The communicators must be solo: a due rebuild answers
-        itself. `rebuild` False leaves a layout that is due to the rehearsal that follows, since the
-        pass that was to show it was cut short."""
+        itself. `passes`: how many whole passes were made here; a layout is not due before, and what
+        was seen of one in a pass that was cut short does not count."""
         for ddp in self._ddp:
             reducer = ddp.reducer
-            if rebuild and not ddp._has_rebuilt_buckets and reducer._rebuild_buckets():
+            due = passes >= (_STATIC_PASSES if ddp.static_graph else 1)
+            if due and not ddp._has_rebuilt_buckets and reducer._rebuild_buckets():
                 ddp._has_rebuilt_buckets = True
             reducer._reset_state()
             ddp.require_forward_param_sync = True
+        for module in self._fsdp:
+            state = module._get_fsdp_state()
+            if state._is_root:  # known from the first pass on; before it there is nothing to reset
+                module.reset_iter_state()
+                _drop_unreduced(state)
+
+
+def _drop_unreduced(root: Any) -> None:
+    """Gradients of gathered parameters that a pass left behind unreduced."""
+    for state in root._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                gathered = getattr(parameter, "_unsharded_param", None)
+                if gathered is not None:
+                    gathered.grad = None

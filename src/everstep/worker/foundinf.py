@@ -1,0 +1,220 @@
+"""The gate before an update, kept by the device instead of the host.
+
+Theory of operation. The host would have to wait for the last collective and the fence before it may
+launch an update, and the device would idle until the update's kernels arrive. Fused optimizers can
+be launched before that: they read a number on the device, `found_inf`, and change nothing where it
+is 1. GradScaler uses it to skip overflown steps; here it is 1 where the step was not clean:
+
+    all collectives so far -> is the generation clean? -> [fence: sum over ranks] -> found_inf
+    -> verdict to the host -> the update
+
+all on the script's stream. A rank's part in the fence is 1 only if its groups were whole when its
+own collectives had ended, for the host marks the generation before it aborts anything; an aborted
+fence holds the sum of some ranks at most. So the sum is the world's size only if all ranks came
+here clean, and then every one of them can make the step.
+
+The host learns the verdict from the copy, at the end of the step function: by then the update is
+queued, so the device has work while the host waits. It keeps the gradients until then, for a rank
+that was not let through may have to make the update after all, when a peer was (`redo`).
+
+An update that is left out must leave no trace, so an optimizer's first update, which makes its
+state, goes by the host's gate; so do all optimizers that know no `found_inf`.
+
+Does not know: attempts, recovery, which fence was agreed."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from everstep.worker import codec
+from everstep.worker.communicators import Communicators, QuiesceTimeout
+from everstep.worker.guard import Guard
+from everstep.worker.streams import Device, StreamGuard
+
+_STOP_POLL_S = 0.05  # how late a waiting host notices a stop, where no event comes
+AllReduce = Callable[[torch.Tensor], Any]
+
+
+class Passage:
+    """One update that the device decides on. Main thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        communicators: Communicators,
+        optimizer: torch.optim.Optimizer,
+        cell: torch.Tensor,
+        whole: int,
+    ) -> None:
+        """The update happens if `cell` holds `whole` when the stream comes here."""
+        accelerator = device.accelerator
+        self._communicators, self._optimizer = communicators, optimizer
+        self._verdict = accelerator.host_cell(0)
+        self._known = threading.Event()
+        self._error: BaseException | None = None
+        self._scale = getattr(optimizer, "grad_scale", None)
+        self._theirs = getattr(optimizer, "found_inf", None)  # GradScaler's
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor, int]] = [
+            (parameter, parameter.grad, parameter.grad._version)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        self._values = [
+            {key: codec.copy(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        found = torch.zeros((), dtype=torch.float32, device=accelerator.device)
+
+        def decide() -> None:
+            with torch.no_grad():
+                clean = cell == whole
+                found.copy_(clean.logical_not().reshape(()))
+                if self._theirs is not None:
+                    torch.maximum(found, self._theirs, out=found)
+                self._verdict.copy_(clean.to(torch.int32), non_blocking=True)
+
+        accelerator.launch(decide)
+        device.watch.add(self, accelerator.here(), self._learn)
+        self._attached = True
+        optimizer.found_inf = found  # type: ignore[attr-defined]
+
+    def probe(self) -> None:
+        """See streams.Source. What fails is a collective's, not this copy's."""
+
+    def _learn(self, error: BaseException | None) -> None:
+        self._error = error
+        self._known.set()
+
+    def updated(self) -> None:
+        """The update is launched: the optimizer is as the script made it again. Once or more."""
+        if not self._attached:
+            return
+        self._attached = False
+        if self._theirs is None:
+            del self._optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            self._optimizer.found_inf = self._theirs  # type: ignore[attr-defined]
+
+    def confirm(self, quiesce_timeout_s: float) -> bool:
+        """Whether the device let the update through. Blocks until it is known; after a stop, until
+        the aborted collectives have ended, and at most `quiesce_timeout_s` longer. Raises
+        QuiesceTimeout where it can't be known."""
+        self.updated()
+        while not self._known.wait(_STOP_POLL_S):
+            if self._communicators.poisoned:
+                self._communicators.quiesce(quiesce_timeout_s)
+                if not self._known.wait(quiesce_timeout_s):
+                    raise QuiesceTimeout(
+                        "the device did not come to the update within "
+                        f"{quiesce_timeout_s:g} s after the collectives had ended"
+                    )
+        if self._error is not None:
+            raise QuiesceTimeout(f"the device is lost: {self._error}") from self._error
+        return bool(self._verdict.item())
+
+    def can_redo(self) -> bool:
+        """Whether the gradients are still what they were."""
+        return all(gradient._version == version for _, gradient, version in self._gradients)
+
+    def redo(self) -> None:
+        """Make the update that the device left out, with the gradients and the hyper-parameters of
+        then. The optimizer and `grad` are as before afterwards."""
+        assert self.can_redo(), "the gradients were changed after the update"
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        now = [dict(group) for group in groups]
+        grads = [(parameter, parameter.grad) for parameter, _, _ in self._gradients]
+        for parameter, gradient, _ in self._gradients:
+            parameter.grad = gradient
+        for group, values in zip(groups, self._values, strict=True):
+            group.update(values)
+        given = {"grad_scale": self._scale, "found_inf": self._theirs}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
+            setattr(optimizer, name, value)
+        try:
+            optimizer.step()
+        finally:
+            for name in given:
+                delattr(optimizer, name)
+            for group, values in zip(groups, now, strict=True):
+                group.update(values)
+            for parameter, grad in grads:
+                parameter.grad = grad
+
+
+class DeviceGate:
+    """Opens passages. `all_reduce` sums an int32 over all ranks, in place, and returns its Work.
+    Main thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        communicators: Communicators,
+        all_reduce: AllReduce,
+        *,
+        world_size: int,
+    ) -> None:
+        self._device, self._communicators = device, communicators
+        self._all_reduce, self._size = all_reduce, world_size
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def takes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer's next update can be left to the device."""
+        known = self._known.get(optimizer)
+        if known is None:
+            known = self._known[optimizer] = _reads_found_inf(optimizer)
+        return known and all(
+            _has_state(optimizer, group, parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+
+    def open(self, optimizer: torch.optim.Optimizer, *, fence: bool) -> Passage:
+        """In the optimizer's pre-hook: put on the stream all that decides whether its update
+        happens. Does not wait for the device. `fence`: all ranks must have come here."""
+        for guard in list(self._communicators.open.values()):
+            _line_up(guard)
+        cell = self._device.clean(self._communicators.generation).read()
+        if fence:
+            _line_up(self._all_reduce(cell))
+        whole = self._size if fence else 1
+        return Passage(self._device, self._communicators, optimizer, cell, whole)
+
+
+def _line_up(work: Any) -> None:
+    """Let the stream wait for a collective; the host, for one that no stream knows of."""
+    if isinstance(work, StreamGuard):
+        work.line_up()
+    elif isinstance(work, Guard):
+        work.await_release()
+
+
+def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """By GradScaler's own contract with optimizers. Those that want the scaler itself are of
+    before it."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        return False
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _has_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> bool:
+    """Whether an update of the parameter makes no state. SGD without momentum has none."""
+    entry = optimizer.state.get(parameter)
+    if not entry:
+        return group.get("momentum") == 0
+    return all(value is not None for value in entry.values())
