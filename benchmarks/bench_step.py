@@ -2,9 +2,10 @@
 
 Interleaved pairs in the same four processes, the order within the pair alternating, every timed
 step begun together after a barrier of the plain group. The figure is the median of the pairwise
-ratios on rank 0 with its bootstrap 95 % confidence interval. Three cases: the example's optimizer
-(AdamW, with a scheduler), one with little state (SGD), and AdamW in blocks of ten steps a pair,
-where the agent's work after a commit falls on the steps of its own kind.
+ratios on rank 0 with its bootstrap 95 % confidence interval. Four cases: the example's optimizer
+(AdamW, with a scheduler), one with little state (SGD), AdamW in blocks of ten steps a pair, where
+the agent's work after a commit falls on the steps of its own kind, and FSDP2 in the place of DDP,
+which has a fence (its own cost stands in the breakdown).
 
 Then where the time goes: parts of everstep's own code, wrapped from outside, on rank 0.
 
@@ -27,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.figures import ROOT, median_interval, save, table
 
 RANKS = 4
-GOAL_RATIO = 1.02
-CASES = {"adamw": ("adamw", 1), "sgd": ("sgd", 1), "blocks": ("adamw", 10)}
+GOAL_RATIO = {"adamw": 1.02, "sgd": 1.02, "blocks": 1.02, "fsdp": 1.03}
+CASES = {"adamw": ("adamw", 1), "sgd": ("sgd", 1), "blocks": ("adamw", 10), "fsdp": ("fsdp", 1)}
 """Name to the optimizer, and the steps of each kind in a pair."""
 _LIMIT_S = 1200
 
@@ -52,7 +53,7 @@ def run_case(pairs: int, block: int, optimizer: str) -> list[dict[str, Any]]:
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
-def figures_of(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
+def figures_of(ranks: list[dict[str, Any]], block: int, goal: float) -> dict[str, Any]:
     """The case's figures; times in milliseconds a step."""
     own, plain = ranks[0]["seconds"]["everstep"], ranks[0]["seconds"]["plain"]
     ratios = [a / b for a, b in zip(own, plain, strict=True)]
@@ -81,8 +82,8 @@ def figures_of(ranks: list[dict[str, Any]], block: int) -> dict[str, Any]:
         "plain_cpu_ms": cpu_ms("plain"),
         "agent_cpu_ms": 1e3 * ranks[0]["agent_cpu_s_per_step"],
         "equal": all(rank["equal"] for rank in ranks) if block == 1 else None,
-        "goal": GOAL_RATIO,
-        "goal_met": statistics.median(ratios) <= GOAL_RATIO,
+        "goal": goal,
+        "goal_met": statistics.median(ratios) <= goal,
         "parts": ranks[0]["parts"],
     }
 
@@ -92,7 +93,7 @@ def show(name: str, case: dict[str, Any]) -> None:
     print(
         f"{name}: ratio {case['ratio']:.4f} "
         f"(95 % {case['ratio_low']:.4f} to {case['ratio_high']:.4f}), "
-        f"{case['pairs']} pairs of {case['steps_in_a_block']}; goal {GOAL_RATIO}"
+        f"{case['pairs']} pairs of {case['steps_in_a_block']}; goal {case['goal']}"
     )
     print(
         f"  a step: {case['everstep_ms']:.2f} ms against {case['plain_ms']:.2f}; CPU a rank "
@@ -112,7 +113,7 @@ def main() -> None:
     for name in args.case or CASES:
         optimizer, block = CASES[name]
         pairs = max(20, args.pairs // block)
-        results[name] = figures_of(run_case(pairs, block, optimizer), block)
+        results[name] = figures_of(run_case(pairs, block, optimizer), block, GOAL_RATIO[name])
         show(name, results[name])
     for name in results:
         parts = sorted(results[name]["parts"].items(), key=lambda item: -item[1]["cpu_us"])

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -36,11 +38,12 @@ from benchmarks.figures import EXAMPLE
 from benchmarks.meter import Meter
 
 from everstep.data.loader import DatasetSource
-from everstep.worker import entry, forecast, groups, guard, process, rng, transaction
+from everstep.worker import entry, fence, forecast, groups, guard, process, rng, transaction
 from everstep.worker.communicators import Communicators
 from everstep.worker.control import Control
 from everstep.worker.inner import GlooInner
 from everstep.worker.runtime import Worker
+from everstep.worker.state import local
 
 _TIMEOUT = datetime.timedelta(seconds=60)
 _WARM_UP = 10
@@ -56,6 +59,7 @@ _PARTS: tuple[tuple[str, Any, str], ...] = (
     ("capsule", forecast.Forecast, "capture"),
     ("capsule, settled", forecast.Forecast, "settle"),
     ("gate", transaction.Step, "_gate"),
+    ("fence, waiting for the others", fence.Fence, "enter"),
     ("gate, waiting for collectives", Communicators, "drain"),
     ("learning", transaction.Step, "_learn"),
     ("commit, rest", transaction.Step, "_commit"),
@@ -95,12 +99,19 @@ def plain_group(rank: int, size: int) -> dist.ProcessGroup:
 class Training:
     """A model, its optimizer and scheduler, and the example's step over them."""
 
-    def __init__(self, gpt: nn.Module, group: dist.ProcessGroup | None, optimizer: str) -> None:
-        self.model = DistributedDataParallel(gpt, process_group=group)
+    def __init__(self, gpt: Any, group: dist.ProcessGroup | None, optimizer: str) -> None:
+        self.model: Any
+        if optimizer == "fsdp":
+            mesh = mesh_over(group)
+            for block in gpt.blocks:
+                fully_shard(block, mesh=mesh)
+            self.model = fully_shard(gpt, mesh=mesh)
+        else:
+            self.model = DistributedDataParallel(gpt, process_group=group)
         parameters = list(self.model.parameters())
         self.optimizer: torch.optim.Optimizer
         self.scheduler: LambdaLR | None = None
-        if optimizer == "adamw":
+        if optimizer != "sgd":
             self.optimizer = torch.optim.AdamW(parameters, lr=3e-3)
             self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 10))
         else:
@@ -109,14 +120,28 @@ class Training:
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """What the example's train_step does."""
         tokens, targets = batch
-        loss = cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss: Any = cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        detached: Tensor = loss.detach()
+        return detached
+
+
+def mesh_over(group: dist.ProcessGroup | None) -> DeviceMesh:
+    """A mesh over the world, or over `group`, which c10d did not make and so does not know."""
+    if group is None:
+        return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    world: Any = dist.distributed_c10d._world
+    world.pg_map[group] = ("gloo", None)
+    world.pg_names[group] = group.group_name
+    world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    world.pg_backend_config[group] = "cpu:gloo"
+    dist.distributed_c10d._register_process_group(group.group_name, group)
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
 class Pairs:
@@ -127,7 +152,7 @@ class Pairs:
         run = everstep.init()
         self.rank = run.rank
         example = load_example()
-        torch.manual_seed(run.rank)
+        torch.manual_seed(0 if args.optimizer == "fsdp" else run.rank)  # FSDP2 broadcasts nothing
         gpt = example.GPT(width=160, layers=3, heads=4, context=64, dropout=0.1)
         self.group = plain_group(run.rank, run.world_size)
         self.plain = Training(copy.deepcopy(gpt), self.group, args.optimizer)
@@ -188,7 +213,7 @@ class Pairs:
     def check_equal(self) -> bool:
         """Whether both trainings have the same parameters, bit for bit."""
         pairs = zip(self.protected.model.parameters(), self.plain.model.parameters(), strict=True)
-        return all(torch.equal(a, b) for a, b in pairs)
+        return all(torch.equal(local(a.detach()), local(b.detach())) for a, b in pairs)
 
 
 def agent_cpu_s() -> float:
@@ -203,7 +228,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, required=True)
     parser.add_argument("--block", type=int, default=1, help="steps of each kind in a pair")
     parser.add_argument("--metered", type=int, default=200, help="steps for the breakdown")
-    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd", "fsdp"), default="adamw")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     for _, owner, name in _PARTS:  # known before the long measurement, not after it
