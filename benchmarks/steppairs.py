@@ -38,7 +38,7 @@ from benchmarks.figures import EXAMPLE
 from benchmarks.meter import Meter
 
 from everstep.data.loader import DatasetSource
-from everstep.worker import entry, fence, forecast, groups, guard, process, rng, transaction
+from everstep.worker import entry, fence, forecast, gate, groups, guard, process, rng, transaction
 from everstep.worker.communicators import Communicators
 from everstep.worker.control import Control
 from everstep.worker.inner import GlooInner
@@ -53,12 +53,12 @@ _PARTS: tuple[tuple[str, Any, str], ...] = (
     ("batch (reading it costs the plain step the same)", Worker, "draw"),
     ("batch, its order", DatasetSource, "samples"),
     ("begin, rest", transaction.Step, "_begin"),
-    ("agreement on the fence", transaction.Step, "_agree"),
+    ("agreement on the fence", gate.Gate, "agree"),
     ("collective", groups.OuterGroup, "_run"),
-    ("before a collective, rest", transaction.Step, "_before_collective"),
+    ("before a collective, rest", gate.Gate, "before_collective"),
     ("capsule", forecast.Forecast, "capture"),
     ("capsule, settled", forecast.Forecast, "settle"),
-    ("gate", transaction.Step, "_gate"),
+    ("gate", gate.Gate, "meet"),
     ("fence, waiting for the others", fence.Fence, "enter"),
     ("gate, waiting for collectives", Communicators, "drain"),
     ("learning", transaction.Step, "_learn"),

@@ -2,11 +2,7 @@
 
 Theory of operation: an attempt runs the script's function with the generators seeded for the step.
 Its communicators may be poisoned at any moment; then it runs on, on zeros, to the *gate*, which
-stands before every optimizer update (a global pre-hook). The gate waits for all collectives that
-were launched and lets the update pass only if none of this attempt's was poisoned. Before the last
-update, or at the function's end, stands the fence that the job has agreed on (fence.py). It is
-entered when the capsule is with the agent (forecast.py). Updates that come before the fence are
-undone from a copy.
+stands before every optimizer update and at the function's end (gate.py).
 
 An exception before the gate leaves the state whole; one after it leaves it *torn*, to be fetched
 from a peer. A failed attempt puts back what it touched (entry.py), recovers (recovery.py), and is
@@ -22,10 +18,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from everstep.data.loader import Batch
 from everstep.errors import UserError
@@ -37,9 +29,10 @@ from everstep.worker.batch import exchange
 from everstep.worker.between import Between
 from everstep.worker.capsule import Contents
 from everstep.worker.communicators import Answer
-from everstep.worker.entry import Entry, GradientPolicy, Undo
+from everstep.worker.entry import Entry, GradientPolicy
 from everstep.worker.fence import Fence
 from everstep.worker.forecast import Forecast, pattern_of
+from everstep.worker.gate import Gate
 from everstep.worker.progress import Phase
 from everstep.worker.record import record_of, samples_of
 from everstep.worker.recovery import Outcome, Recovery
@@ -70,20 +63,16 @@ class Step:
         self._forecast = Forecast(worker, function)
         self._gradients = GradientPolicy()
         self._between = between
-        self._attempt: Attempt | None = None
-        self._updates = 1  # updates in a step, as learned
         self._buffers_until = _LEARNING_STEPS  # up to which step buffers are looked at closely
-        self._tail = False  # whether collectives follow the last update, as learned
         self._fence = Fence(worker, late=undo)
+        self._gate = Gate(worker, self._fence, self._forecast, recovery, between, self._put_back)
         self.began = False
         self.left_open = False  # the function was left by what ends the process
-        register_optimizer_step_pre_hook(self._before_update)
-        register_optimizer_step_post_hook(self._after_update)
 
     @property
     def under_way(self) -> bool:
         """Whether the function is running."""
-        return self._attempt is not None
+        return self._gate.attempt is not None
 
     @property
     def _state(self) -> State:
@@ -96,7 +85,7 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         worker = self._worker
-        if self._attempt is not None or worker.place.inside:
+        if self._gate.attempt is not None or worker.place.inside:
             where = f"the section {worker.place.inside}" if worker.place.inside else "a step"
             raise UserError(f"a step function was called inside {where}; call it once, in the loop")
         if worker.drawn is None or self._state is None:
@@ -140,11 +129,11 @@ class Step:
         error: BaseException | None = None
         result = None
         try:
-            self._agree(attempt)
+            self._gate.agree(attempt)
             result = self._function(*args, **kwargs)
             if not attempt.sealed:
                 attempt.result = (result,)
-                self._gate(attempt, last=True)
+                self._gate.meet(attempt, last=True)
             worker.faults.fire("commit")
         except Unwind:
             attempt.unwound = True
@@ -177,7 +166,7 @@ class Step:
             learn_buffers=step <= self._buffers_until,
         )
         self._between.at_attempt(self._state)
-        attempt = self._attempt = Attempt(step, entry, rehearsal=False)
+        attempt = self._gate.attempt = Attempt(step, entry, rehearsal=False)
         attempt.log = {step: dict(scalars) for step, scalars in worker.log.items()}
         attempt.values = codec.copy(worker.values)
         attempt.streams = worker.streams()
@@ -188,7 +177,7 @@ class Step:
             communicators.tape.begin(step)
         communicators.touched = communicators.replaying = communicators.cut_off = False
         communicators.answer = Answer.ZEROS
-        communicators.before_launch = self._before_collective
+        communicators.before_launch = self._gate.before_collective
         communicators.unwind = Unwind
         communicators.bound = self._forecast.bound()
         worker.faults.step = step
@@ -197,7 +186,7 @@ class Step:
         return attempt
 
     def _end(self) -> None:
-        self._attempt = None
+        self._gate.attempt = None
         self._worker.faults.step = 0
         self._worker.communicators.before_launch = None
         self._worker.communicators.bound = 0
@@ -257,140 +246,13 @@ class Step:
 
     def _learn(self, attempt: Attempt) -> None:
         """What this step shows of those to come."""
-        self._tail = len(self._worker.communicators.trace) > attempt.collectives
+        self._gate.learn(attempt)
         self._gradients.learn(attempt.entry)
         self._recovery.gradients = self._gradients.copies
         if attempt.entry.learn_buffers() or attempt.step <= _LEARNING_STEPS:
             self._buffers_until = max(self._buffers_until, attempt.step + _LEARNING_STEPS)
         if attempt.step <= 1:  # the first step, or a rehearsal
             self._worker.wrappers.find_fsdp()
-            self._updates = max(1, attempt.updates)
-        elif attempt.updates > self._updates:
-            self._updates = attempt.updates
-            self._worker.note(
-                "more-updates",
-                f"step {attempt.step} made {attempt.updates} updates, more than the steps before; "
-                "from now on a copy of the state is taken in each step, so that they can be undone",
-            )
-
-    # ------------------------------------------------------------ the gate
-
-    def _before_collective(self, index: int) -> None:
-        if self._attempt is not None:
-            self._forecast.before_collective(self._attempt, index)
-
-    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        attempt = self._attempt
-        if attempt is None:
-            return
-        if attempt.inside is not None:  # an update inside an update: a part of it
-            return
-        self._check_update(optimizer)
-        attempt.inside, attempt.updating = len(self._worker.communicators.trace), optimizer
-        attempt.updates += 1
-        if any(callable(value) for value in [*args[1:], *kwargs.values()]):
-            attempt.calls_back = True
-            self._want_late(attempt)
-        if attempt.rehearsal:
-            self._forecast.at_gate(attempt)
-            attempt.entry.at_gate()
-            attempt.collectives = len(self._worker.communicators.trace)
-            return
-        last = attempt.updates >= self._updates and attempt.fence != "late"
-        if not last and attempt.undo is None and attempt.step > 1:
-            attempt.undo = Undo(self._state)
-        self._gate(attempt, last=last)
-        self._worker.phase(Phase.UPDATE)
-        self._worker.faults.fire("optimizer")
-
-    def _check_update(self, optimizer: Any) -> None:
-        if all(optimizer is not known for known in self._state.optimizers.values()):
-            raise UserError(
-                f"a {type(optimizer).__name__} that is not protected updates in the step: its "
-                "state would be lost with a rank; name it in run.protect(...)"
-            )
-
-    def _after_update(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        attempt = self._attempt
-        if attempt is None or attempt.inside is None or optimizer is not attempt.updating:
-            return
-        communicates = len(self._worker.communicators.trace) > attempt.inside
-        attempt.inside = None
-        if communicates:
-            self._want_late(attempt)
-        if attempt.passed:
-            self._worker.phase(Phase.STEP)
-
-    def _want_late(self, attempt: Attempt) -> None:
-        """The update communicates or runs the model. Raises UserError where it is too late."""
-        self._fence.want("late")
-        if attempt.fence is not None and attempt.fence != "late":
-            raise UserError(
-                f"the update of step {attempt.step} communicates, or runs the model, and those of "
-                "the first step did not, so it could not be undone; use @run.step(undo=True)"
-            )
-
-    def _gate(self, attempt: Attempt, *, last: bool) -> None:
-        """Let the update pass if all collectives of this attempt ended; else leave the function."""
-        worker = self._worker
-        communicators = worker.communicators
-        communicators.drain()
-        worker.phase(Phase.FENCE)
-        broken = communicators.touched
-        if not attempt.passed:
-            attempt.torn |= self._between.changed_since_commit(self._state, attempt.step)
-        if not broken and last:
-            self._check_met(attempt)
-            self._forecast.at_gate(attempt)
-        worker.faults.fire("fence")
-        if last and not broken and attempt.fence in ("early", "late"):
-            self._fence.enter()
-        if broken or (communicators.poisoned and not (last and self._may_advance(attempt))):
-            raise Unwind
-        if communicators.poisoned:
-            outcome = self._recovery.run(
-                torn=False, can_advance=True, settle=lambda: self._put_back(attempt)
-            )
-            if outcome.decision is not Decision.ADVANCE:
-                attempt.outcome = outcome
-                raise Unwind
-            communicators.cut_off = True  # peers have made the step: nobody meets this rank in it
-        attempt.passed, attempt.sealed = True, last
-        attempt.entry.at_gate()
-        attempt.collectives = len(communicators.trace)
-        communicators.touched = False
-        if last and attempt.fence != "none":
-            attempt.undo = None  # all ranks make the step: nothing of it is undone any more
-        communicators.answer = Answer.NANS if attempt.undo is None else Answer.ZEROS
-
-    def _check_met(self, attempt: Attempt) -> None:
-        """Raise UserError for a step in which the ranks do not meet."""
-        met = bool(self._worker.communicators.trace)
-        if not met and not attempt.calls_back and self._worker.spec.world_size > 1:
-            raise UserError(
-                f"step {attempt.step} made no collective, so ranks could drift apart and could not "
-                "be brought back together; accumulate micro-batches inside one step function"
-            )
-
-    def _may_advance(self, attempt: Attempt) -> bool:
-        """Whether this rank could make the step by itself. Behind a fence all can; without one it
-        depends on nothing collective following the update."""
-        if attempt.step <= 1:
-            return False
-        if attempt.fence != "none":
-            return True
-        return attempt.updates > 0 and attempt.undo is None and not self._tail
-
-    def _agree(self, attempt: Attempt) -> None:
-        """In the job's second step all ranks agree on the fence."""
-        if attempt.fence is not None or attempt.step == 1:
-            return
-        if self._forecast.wants_fence or self._worker.carry:
-            self._fence.want("early")
-        attempt.fence = self._fence.agree()
-        if attempt.fence is None:
-            raise Unwind
-        self._forecast.capture(attempt)  # a successor of this rank must know what was agreed
 
     # ------------------------------------------------------------ failure
 
@@ -434,15 +296,8 @@ class Step:
         worker.restore_streams(attempt.streams)
 
     def check_mean(self) -> None:
-        """A mean over ranks is asked for. Raises UserError after the update, unless that can still
-        be undone."""
-        attempt = self._attempt
-        if attempt is not None and attempt.sealed and attempt.step > 1 and attempt.fence != "late":
-            raise UserError(
-                f"run.mean was called after the update of step {attempt.step}, where a rank that "
-                "dies takes its part along; call it before the update, or use "
-                "@run.step(undo=True)"
-            )
+        """A mean over ranks is asked for. Raises UserError where it can't be exact."""
+        self._gate.check_mean()
 
     def recover_between(self) -> Outcome:
         """The stop came while no step was under way."""
@@ -527,10 +382,10 @@ class Step:
     def _rehearse_once(self, args: Any, kwargs: Any) -> bool:
         worker = self._worker
         entry = Entry(self._state, copy_gradients=True, learn_buffers=True)
-        attempt = self._attempt = Attempt(0, entry, rehearsal=True)
+        attempt = self._gate.attempt = Attempt(0, entry, rehearsal=True)
         worker.communicators.trace.clear()
         worker.communicators.answer = Answer.ZEROS
-        worker.communicators.before_launch = self._before_collective
+        worker.communicators.before_launch = self._gate.before_collective
         try:
             result = self._function(*args, **kwargs)
         except Exception as error:  # it ran on made-up data: never the script's fault

@@ -1,0 +1,207 @@
+"""The gate: no update passes it on garbage.
+
+Theory of operation: it stands before every optimizer update (a global pre-hook) and at the end of
+the step function. It waits for all collectives that were launched, and lets the update pass only if
+none of this attempt's was poisoned; else the function is left. Before the last update, or at the
+end, stands the fence that the job has agreed on (fence.py). It is entered when the capsule is with
+the agent (forecast.py). Updates that come before the fence are undone from a copy.
+
+A rank whose fence fails with all its own collectives whole waits here for the decision: it makes
+the step by itself if any peer has, or leaves the function.
+
+Does not know: what is done before and after an attempt (transaction.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from everstep.errors import UserError
+from everstep.types import Decision
+from everstep.worker.attempt import Attempt, Unwind
+from everstep.worker.between import Between
+from everstep.worker.communicators import Answer
+from everstep.worker.entry import Undo
+from everstep.worker.fence import Fence
+from everstep.worker.forecast import Forecast
+from everstep.worker.progress import Phase
+from everstep.worker.recovery import Recovery
+from everstep.worker.runtime import Worker
+from everstep.worker.state import State
+
+
+class Gate:
+    """The gate of one worker's steps. `put_back` leaves no trace of an attempt. Main thread, but
+    for `before_collective`, which may come from the thread of a backward pass."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        fence: Fence,
+        forecast: Forecast,
+        recovery: Recovery,
+        between: Between,
+        put_back: Callable[[Attempt], None],
+    ) -> None:
+        self._worker, self._fence, self._forecast = worker, fence, forecast
+        self._recovery, self._between, self._put_back = recovery, between, put_back
+        self._updates = 1  # in a step, as learned
+        self._tail = False  # whether collectives follow the last update, as learned
+        self.attempt: Attempt | None = None
+        """The attempt, or rehearsal, that is under way."""
+        register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(self._after_update)
+
+    @property
+    def _state(self) -> State:
+        state = self._worker.state
+        assert state is not None, "an attempt begins with protected state"
+        return state
+
+    def learn(self, attempt: Attempt) -> None:
+        """What a whole attempt, or a rehearsal, shows of those to come."""
+        self._tail = len(self._worker.communicators.trace) > attempt.collectives
+        if attempt.step <= 1:  # the first step, or a rehearsal
+            self._updates = max(1, attempt.updates)
+        elif attempt.updates > self._updates:
+            self._updates = attempt.updates
+            self._worker.note(
+                "more-updates",
+                f"step {attempt.step} made {attempt.updates} updates, more than the steps before; "
+                "from now on a copy of the state is taken in each step, so that they can be undone",
+            )
+
+    def before_collective(self, index: int) -> None:
+        """The `index`-th collective of the step is about to be launched."""
+        if self.attempt is not None:
+            self._forecast.before_collective(self.attempt, index)
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        attempt = self.attempt
+        if attempt is None:
+            return
+        if attempt.inside is not None:  # an update inside an update: a part of it
+            return
+        self._check_update(optimizer)
+        attempt.inside, attempt.updating = len(self._worker.communicators.trace), optimizer
+        attempt.updates += 1
+        if any(callable(value) for value in [*args[1:], *kwargs.values()]):
+            attempt.calls_back = True
+            self._want_late(attempt)
+        if attempt.rehearsal:
+            self._forecast.at_gate(attempt)
+            attempt.entry.at_gate()
+            attempt.collectives = len(self._worker.communicators.trace)
+            return
+        last = attempt.updates >= self._updates and attempt.fence != "late"
+        if not last and attempt.undo is None and attempt.step > 1:
+            attempt.undo = Undo(self._state)
+        self.meet(attempt, last=last)
+        self._worker.phase(Phase.UPDATE)
+        self._worker.faults.fire("optimizer")
+
+    def _check_update(self, optimizer: Any) -> None:
+        if all(optimizer is not known for known in self._state.optimizers.values()):
+            raise UserError(
+                f"a {type(optimizer).__name__} that is not protected updates in the step: its "
+                "state would be lost with a rank; name it in run.protect(...)"
+            )
+
+    def _after_update(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        attempt = self.attempt
+        if attempt is None or attempt.inside is None or optimizer is not attempt.updating:
+            return
+        communicates = len(self._worker.communicators.trace) > attempt.inside
+        attempt.inside = None
+        if communicates:
+            self._want_late(attempt)
+        if attempt.passed:
+            self._worker.phase(Phase.STEP)
+
+    def _want_late(self, attempt: Attempt) -> None:
+        """The update communicates or runs the model. Raises UserError where it is too late."""
+        self._fence.want("late")
+        if attempt.fence is not None and attempt.fence != "late":
+            raise UserError(
+                f"the update of step {attempt.step} communicates, or runs the model, and those of "
+                "the first step did not, so it could not be undone; use @run.step(undo=True)"
+            )
+
+    def meet(self, attempt: Attempt, *, last: bool) -> None:
+        """Let the update pass if all collectives of this attempt ended; else leave the function."""
+        worker = self._worker
+        communicators = worker.communicators
+        communicators.drain()
+        worker.phase(Phase.FENCE)
+        broken = communicators.touched
+        if not attempt.passed:
+            attempt.torn |= self._between.changed_since_commit(self._state, attempt.step)
+        if not broken and last:
+            self._check_met(attempt)
+            self._forecast.at_gate(attempt)
+        worker.faults.fire("fence")
+        if last and not broken and attempt.fence in ("early", "late"):
+            self._fence.enter()
+        if broken or (communicators.poisoned and not (last and self._may_advance(attempt))):
+            raise Unwind
+        if communicators.poisoned:
+            outcome = self._recovery.run(
+                torn=False, can_advance=True, settle=lambda: self._put_back(attempt)
+            )
+            if outcome.decision is not Decision.ADVANCE:
+                attempt.outcome = outcome
+                raise Unwind
+            communicators.cut_off = True  # peers have made the step: nobody meets this rank in it
+        attempt.passed, attempt.sealed = True, last
+        attempt.entry.at_gate()
+        attempt.collectives = len(communicators.trace)
+        communicators.touched = False
+        if last and attempt.fence != "none":
+            attempt.undo = None  # all ranks make the step: nothing of it is undone any more
+        communicators.answer = Answer.NANS if attempt.undo is None else Answer.ZEROS
+
+    def _check_met(self, attempt: Attempt) -> None:
+        """Raise UserError for a step in which the ranks do not meet."""
+        met = bool(self._worker.communicators.trace)
+        if not met and not attempt.calls_back and self._worker.spec.world_size > 1:
+            raise UserError(
+                f"step {attempt.step} made no collective, so ranks could drift apart and could not "
+                "be brought back together; accumulate micro-batches inside one step function"
+            )
+
+    def _may_advance(self, attempt: Attempt) -> bool:
+        """Whether this rank could make the step by itself. Behind a fence all can; without one it
+        depends on nothing collective following the update."""
+        if attempt.step <= 1:
+            return False
+        if attempt.fence != "none":
+            return True
+        return attempt.updates > 0 and attempt.undo is None and not self._tail
+
+    def agree(self, attempt: Attempt) -> None:
+        """In the job's second step all ranks agree on the fence."""
+        if attempt.fence is not None or attempt.step == 1:
+            return
+        if self._forecast.wants_fence or self._worker.carry:
+            self._fence.want("early")
+        attempt.fence = self._fence.agree()
+        if attempt.fence is None:
+            raise Unwind
+        self._forecast.capture(attempt)  # a successor of this rank must know what was agreed
+
+    def check_mean(self) -> None:
+        """A mean over ranks is asked for. Raises UserError after the update, unless that can still
+        be undone."""
+        attempt = self.attempt
+        if attempt is not None and attempt.sealed and attempt.step > 1 and attempt.fence != "late":
+            raise UserError(
+                f"run.mean was called after the update of step {attempt.step}, where a rank that "
+                "dies takes its part along; call it before the update, or use "
+                "@run.step(undo=True)"
+            )
