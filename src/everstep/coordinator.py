@@ -3,7 +3,7 @@
 Theory of operation: what workers say becomes events, with the time stamped on; what the core
 answers is carried out, in order, through `Effects`. One event is finished before the next begins,
 whoever brings it. One timer stands for the core's next deadline. Beside the core the shell keeps
-what is only carried and never decided upon: each rank's capsules of the newest three steps (with
+what is only carried and never decided upon: each rank's capsules of the newest four steps (with
 those of the sections after them), its random key, recorded results and tape for its next
 incarnation, which faults have fired, and the half-complete exchanges of addresses.
 
@@ -27,9 +27,9 @@ from everstep.types import Cause, CauseKind, Decision, Plan, Record
 from everstep.wire import messages
 from everstep.wire.messages import ChaosSpec, FromWorker, ToWorker
 
-# A rank may have sent its capsule of step k+1 while another still stands at k-1, and if that one is
-# the only survivor all go on from there.
-_CAPSULES_KEPT = 3
+# A rank may have sent its capsule of step k+1 while another still stands at k-1. If that one is the
+# only survivor all go on from there, and a replacement's script begins with what was kept of k-2.
+_CAPSULES_KEPT = 4
 _MIN_TIMER_S = 0.001  # a deadline that has passed and is not moved by a Tick must not spin the loop
 Member = tuple[int, int]  # rank and incarnation
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,39 @@ def test_it_is_refused(case: str, says: str, tmp_path: Path) -> None:
     result = run_script(tmp_path, case, script=KINDS, nproc=2, lift_budgets=False)
     assert result.exit_code == 2, result.text + "\n".join(result.lines)
     assert says in result.text
+
+
+@pytest.mark.slow
+def test_parameters_that_are_frozen_for_a_part_of_the_step(tmp_path: Path) -> None:
+    folders = [tmp_path / "clean", tmp_path / "faulted"]
+    for folder in folders:
+        folder.mkdir()
+    faults = ("kill:rank=1,step=4,at=optimizer", "raise:rank=2,step=6,at=fence")
+    clean = run_script(folders[0], "frozen", script=KINDS, nproc=4)
+    result = run_script(folders[1], "frozen", script=KINDS, nproc=4, faults=faults)
+    assert_same_run(clean, result)
+    assert result.fired() == Counter(faults)
+
+
+@pytest.mark.slow
+def test_a_survivor_that_fetches_its_own_step_keeps_what_its_loop_did_since(tmp_path: Path) -> None:
+    """Rank 2 is set aside while it is in step 6, and fetches the state after step 5: from before
+    the loop's body stepped the schedule, which it will not do again."""
+    faults = ("corrupt:rank=2,step=3,at=commit", "kill:rank=0,step=5,at=fence")
+    result = run_script(tmp_path, "body-schedule", script=KINDS, nproc=4, faults=faults)
+    assert result.exit_code == 0, result.text
+    assert result.fired() == Counter(faults)
+    first, *others = result.digests.values()
+    assert others == [first] * 3
+
+
+@pytest.mark.slow
+def test_what_cannot_be_put_back_is_not_done_twice(tmp_path: Path) -> None:
+    """The parameter was changed before the fence, on every rank: no state of a step is left."""
+    fault = "kill:rank=1,step=6,at=fence"
+    result = run_script(tmp_path, "param-later", script=KINDS, nproc=3, faults=(fault,))
+    assert result.exit_code == 137, result.text
+    assert "is lost" in result.text
 
 
 @pytest.mark.slow

@@ -62,6 +62,8 @@ if case == "scaler":
     things["scaler"] = scaler
 if case == "scheduler-forgotten":
     torch.optim.lr_scheduler.StepLR(optimizer, 2)
+if case == "body-schedule":
+    things["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
 run.protect(**things)
 
 
@@ -75,6 +77,11 @@ def train_step(*batch: Any) -> Any:
     step = run.committed + 1
     if case == "unpacked":
         x.mul_(0.5)
+    if case == "param-later" and step >= 5:
+        with torch.no_grad():
+            first.weight.mul_(0.99)
+    if case == "frozen":
+        net[3].requires_grad_(True)
     if case == "param-before":
         with torch.no_grad():
             first.weight.mul_(0.99)
@@ -102,6 +109,15 @@ def train_step(*batch: Any) -> Any:
     optimizer.step()
     if isinstance(first, Extra):
         first.calls += 1
+    if case == "frozen":  # the rest alone, once more
+        optimizer.zero_grad()
+        net[3].requires_grad_(False)
+        again: Any = (net(x) - y).square().mean()
+        again.backward()
+        torch.distributed.all_reduce(first.weight.grad)
+        torch.distributed.all_reduce(first.bias.grad)
+        second.step()
+        optimizer.step()
     if case in ("second-later", "unprotected") and step >= 4:
         optimizer.zero_grad()
         loss_of(x, y).backward()
@@ -113,7 +129,9 @@ def train_step(*batch: Any) -> Any:
         return None
     if case == "exit" and step == 4:
         sys.exit(0)
-    return {"loss": loss.detach(), "norm": norm} if case == "norm" else loss.detach()
+    return (
+        {"loss": loss.detach(), "norm": norm} if case in ("norm", "param-later") else loss.detach()
+    )
 
 
 if case == "two-loops":
@@ -121,5 +139,7 @@ if case == "two-loops":
         train_step(batch)
 for batch in run.batches(until=steps):
     out = train_step(*batch) if case == "unpacked" else train_step(batch)
+    if case == "body-schedule":
+        things["scheduler"].step()
     run.state["seen"] = run.state.get("seen", 0) + 1
 print(f"rank {run.rank}: {dict(run.state)}")

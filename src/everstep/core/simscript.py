@@ -4,7 +4,7 @@ Theory of operation. The model's state after step k is a number that only the up
 k, in their order, make; an update comes in two halves, so that a step can be cut in its middle.
 Beside it each rank has what no peer holds: what its steps and sections returned, and a number of
 its own that each of them changes (`run.state`). Both travel in a capsule, which the worker gives to
-its agent before its last contribution; the agent keeps the newest three of each rank. `Scripts`
+its agent before its last contribution; the agent keeps the newest four of each rank. `Scripts`
 watches what each rank's script is given: the results of all positions, in order and once each,
 where a replacement begins with the step that its peers stand at.
 
@@ -22,7 +22,7 @@ from everstep.core.simschedule import Schedule
 from everstep.types import Position
 
 _MODULUS = (1 << 61) - 1
-_KEPT = 3
+_KEPT = 4
 Result = tuple[int, int, int]
 
 

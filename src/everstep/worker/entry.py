@@ -60,6 +60,7 @@ class Entry:
     def __init__(self, state: State, *, copy_gradients: bool, learn_buffers: bool = False) -> None:
         self._state = state
         self._steering = state.steering()
+        self._trained = [parameter.requires_grad for parameter in state.parameter_list]
         self._own = state.own.values()
         self._buffers = {  # all of them, while it is being learned which change
             name: b.detach().clone()
@@ -130,8 +131,10 @@ class Entry:
     def put_back(self) -> None:
         """Make gradients, rank-local buffers, param_groups and objects what they were."""
         with torch.no_grad():
-            for parameter in self._state.parameter_list:
+            for parameter, trained in zip(self._state.parameter_list, self._trained, strict=True):
                 parameter.grad = None
+                if parameter.requires_grad is not trained:  # frozen for a part of the step
+                    parameter.requires_grad_(trained)
             for item in self._gradients:
                 if item.kept is not None and item.copied is not None:
                     local(item.kept).copy_(local(item.copied))

@@ -152,7 +152,9 @@ class Gate:
             raise Unwind
         if communicators.poisoned:
             outcome = self._recovery.run(
-                torn=False, can_advance=True, settle=lambda: self._put_back(attempt)
+                torn=attempt.torn,
+                can_advance=not attempt.torn,
+                settle=lambda: self._put_back(attempt),
             )
             if outcome.decision is not Decision.ADVANCE:
                 attempt.outcome = outcome

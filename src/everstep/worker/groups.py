@@ -69,7 +69,8 @@ class OuterGroup(dist.ProcessGroup):
         elements = first.numel() if isinstance(first, torch.Tensor) else 0
         communicators.note(operation, elements)
         if communicators.progress is not None:
-            row = 0 if communicators.poisoned else self.row  # it is no longer in step with peers
+            left = communicators.poisoned or communicators.cut_off or communicators.solo
+            row = 0 if left else self.row  # peers do not enter it
             communicators.progress.entered(row, operation, elements)
         tape = communicators.tape
         if communicators.solo:

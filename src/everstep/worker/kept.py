@@ -22,6 +22,8 @@ from everstep.worker.place import key_before_steps
 from everstep.worker.runtime import Worker
 from everstep.worker.state import Leaves, State, local
 
+KEPT_BYTES = 64 << 20  # of all sections after one step
+
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank keeps of a section it has done. `result`: codec bytes of what it returned.
@@ -85,6 +87,13 @@ def done_of(worker: Worker, name: str, result: Any, before: Before) -> Done:
 def keep(worker: Worker, place: str, done: Done) -> None:
     """Give it to the agent; `place` tells the section from the others after the same step."""
     payload = msgspec.msgpack.encode(done)
+    worker.place.kept_bytes += len(payload)
+    if worker.place.kept_bytes > KEPT_BYTES:
+        raise UserError(
+            f"what the sections after step {worker.committed} return and change of the rank's own "
+            f"is more than {KEPT_BYTES >> 20} MiB ({place}); a replacement of rank "
+            f"{worker.spec.rank} has to be told all of it. Return less, or write it to a file"
+        )
     if worker.committed == 0:  # a replacement has to know it before it has joined
         worker.control.send(messages.Once(key=key_before_steps(place), value=payload))
     else:

@@ -30,6 +30,8 @@ class Place:
         """The name of the section that is under way."""
         self.kept: dict[str, bytes] = {}
         """What an earlier process of this rank kept of the sections after this step, by name."""
+        self.kept_bytes = 0
+        """What this process has kept of the sections after this step."""
         self._alone = 0  # sections without a fence that were called
         self._drawn = False  # whether the batch of the next step has been drawn
         self._before = 0, 0  # `called` and `_alone` at the last commit, or draw
@@ -38,7 +40,7 @@ class Place:
 
     def next_step(self) -> None:
         """A step has been committed, or has been done by peers: no section after it is called."""
-        self.sections = self.called = self._alone = 0
+        self.sections = self.called = self._alone = self.kept_bytes = 0
         self._drawn, self._before = False, (0, 0)
         self.kept = {}
 

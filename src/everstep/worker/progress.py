@@ -214,7 +214,7 @@ class Progress:
 
 
 def _identity(name: str, ranks: Sequence[int]) -> int:
-    """Names alone don't tell communicators apart: the halves of a split share one."""
+    """By its name and its ranks."""
     text = f"{name}:{','.join(map(str, ranks))}".encode()
     found = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
     return found or 1

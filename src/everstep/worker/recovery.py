@@ -27,6 +27,7 @@ from everstep.worker.control import Stopped
 from everstep.worker.progress import Phase
 from everstep.worker.runtime import Worker
 from everstep.worker.shards import WHOLE
+from everstep.worker.state import Steering
 
 # How long a parked worker waits for the coordinator. The coordinator has tighter deadlines of its
 # own and the end of its process is noticed at once; this one only makes sure that no wait is
@@ -66,8 +67,21 @@ class Recovery:
         """Park and come back. `settle` puts the state in order, once aborted collectives have
         ended; for a rank that can advance, whose gradients are still needed, only when it is told
         not to. `in_section`: the attempt was a section. Blocks."""
+        phase = self._worker.progress.phase
+        try:
+            return self._run(torn, can_advance, in_section, settle or _nothing, passes)
+        finally:
+            self._worker.phase(Phase(phase))
+
+    def _run(
+        self,
+        torn: bool,
+        can_advance: bool,
+        in_section: bool,
+        settle: Callable[[], None],
+        passes: int,
+    ) -> Outcome:
         worker = self._worker
-        settle = settle or _nothing
         self._owed = None  # of an earlier generation: never to be obeyed
         while True:
             generation = worker.control.wait_stop(worker.communicators.generation, PATIENCE_S)
@@ -76,22 +90,7 @@ class Recovery:
             if not can_advance:
                 self._settle(settle)
                 settle = _nothing
-            holding = Holding(
-                committed=worker.committed,
-                torn=torn,
-                can_advance=can_advance,
-                sections=worker.place.sections,
-                in_section=in_section,
-                shard=worker.state.shard if worker.state is not None else WHOLE,
-            )
-            worker.control.send(
-                messages.Park(
-                    generation=generation,
-                    holding=holding,
-                    rehearsed_passes=passes,
-                    groups=worker.communicators.held(),
-                )
-            )
+            self._park(generation, torn, can_advance, in_section, passes)
             worker.faults.fire("recovery", worker.committed + worker.joining + 1)
             try:
                 regroup = worker.control.take(
@@ -118,6 +117,27 @@ class Recovery:
                 torn = torn or regroup.plan.decision is Decision.FETCH
                 continue
             return self._outcome(regroup)
+
+    def _park(
+        self, generation: int, torn: bool, can_advance: bool, in_section: bool, passes: int
+    ) -> None:
+        worker = self._worker
+        holding = Holding(
+            committed=worker.committed,
+            torn=torn,
+            can_advance=can_advance,
+            sections=worker.place.sections,
+            in_section=in_section,
+            shard=worker.state.shard if worker.state is not None else WHOLE,
+        )
+        worker.control.send(
+            messages.Park(
+                generation=generation,
+                holding=holding,
+                rehearsed_passes=passes,
+                groups=worker.communicators.held(),
+            )
+        )
 
     def _settle(self, settle: Callable[[], None]) -> None:
         communicators = self._worker.communicators
@@ -156,6 +176,7 @@ class Recovery:
 
     def _exchange(self, regroup: messages.Regroup) -> bool:
         """Serve, fetch, report. False when it did not come to its end; a stop has come or will."""
+        own = self._own_steering(regroup)
         job = _Exchange(self._worker, regroup, self.gradients)
         job.start()
         job.join()
@@ -167,6 +188,8 @@ class Recovery:
         if job.error is None and regroup.plan.decision is Decision.FETCH:
             self._worker.committed = regroup.step
             self._worker.place.sections = regroup.sections
+            if own is not None and self._worker.state is not None:
+                self._worker.state.load_steering(own)
         self._worker.control.send(
             messages.Receipt(
                 generation=regroup.generation,
@@ -180,6 +203,21 @@ class Recovery:
             )
         )
         return job.error is None
+
+    def _own_steering(self, regroup: messages.Regroup) -> Steering | None:
+        """What this rank's script has made of param_groups and schedulers since the commit that it
+        is about to fetch: peers give them as they were at that commit, and its loop's body, which
+        may have stepped a scheduler, does not run again. None for one that goes on elsewhere."""
+        worker = self._worker
+        here = regroup.step, regroup.sections
+        if (
+            regroup.plan.decision is not Decision.FETCH
+            or worker.state is None
+            or worker.joining
+            or here != (worker.committed, worker.place.sections)
+        ):
+            return None
+        return worker.state.steering()
 
 
 def _is_newer(generation: int, regroup: messages.Regroup) -> bool:

@@ -63,7 +63,8 @@ def _seed_torch(number: int) -> None:
 
 
 def seed_all(key: bytes, step: int, moment: str) -> None:
-    """Seed every generator from (key, step, moment). `moment`: "step", "after" or "data"."""
+    """Seed every generator from (key, step, moment). `moment`: "step", "after", "data", or the name
+    of a section."""
     suffix = step.to_bytes(8, "little") + moment.encode()
 
     def seed(part: int) -> int:

@@ -298,6 +298,7 @@ class Run:
                     pass
             self._step.recover_between()
         worker.closed = True
+        worker.phase(Phase.BETWEEN)
 
     def _finish(self) -> None:
         """The script has ended: keep the state for those who may still need it, until everybody has

@@ -200,10 +200,6 @@ class State:
                     seen.add(id(buffer))
                     yield f"{prefix}/{name}", buffer
 
-    def shared_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Buffers that all replicas hold alike."""
-        return [(name, b) for name, b in self.buffers() if name not in self.changing]
-
     def _optimizer_entries(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         for prefix, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
@@ -340,13 +336,6 @@ class State:
                     parameter.grad = torch.zeros_like(parameter)
                 targets[grad.name] = local(parameter.grad)
         targets |= {name: local(t.detach()) for name, t in fixed.items() if name in wanted}
-        for name, parameter in self.parameters():
-            if name in wanted and wanted[name].trained != parameter.requires_grad:
-                raise UserError(
-                    f"requires_grad of {name} was changed on the running ranks after set-up; a "
-                    "replacement has it as the script sets it up, so it can't join. Freeze and "
-                    "unfreeze parameters before run.protect"
-                )
         for name, spec in wanted.items():
             target = targets.get(name)
             if (
@@ -370,6 +359,17 @@ class State:
                 "script must build the same model each time it runs"
             )
         return [targets[spec.name] for spec in manifest]
+
+    def check_trained(self, manifest: list[Spec]) -> None:
+        """Raise UserError where the donor trains other parameters than this process."""
+        wanted = {spec.name: spec for spec in manifest}
+        for name, parameter in self.parameters():
+            if name in wanted and wanted[name].trained != parameter.requires_grad:
+                raise UserError(
+                    f"requires_grad of {name} was changed on the running ranks after set-up; a "
+                    "replacement has it as the script sets it up, so it can't join. Freeze and "
+                    "unfreeze parameters before run.protect, or for a part of the step alone"
+                )
 
     def _optimizer_tensor(self, prefix: str, parameter: torch.Tensor, spec: Spec) -> torch.Tensor:
         entry = self._entry_of(prefix, parameter)

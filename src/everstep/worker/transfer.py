@@ -156,6 +156,7 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
     ]
     manifest, leaves = headers[0].manifest, headers[0].leaves
     assert manifest is not None and leaves is not None  # the first source always sends them
+    state.check_trained(manifest)
     targets = state.adopt(manifest)
     held = {source: header.digest for source, header in zip(sources, headers, strict=True)}
     stream = Stream(targets)
