@@ -23,13 +23,11 @@ from everstep import chaos
 from everstep.core import actions, events
 from everstep.core.agreement import groups_of_all
 from everstep.core.hang import Evidence
-from everstep.types import Cause, CauseKind, Decision, Plan, Record
+from everstep.keepsakes import Heritage, Keepsakes
+from everstep.types import Cause, CauseKind, Record
 from everstep.wire import messages
 from everstep.wire.messages import ChaosSpec, FromWorker, ToWorker
 
-# A rank may have sent its capsule of step k+1 while another still stands at k-1. If that one is the
-# only survivor all go on from there, and a replacement's script begins with what was kept of k-2.
-_CAPSULES_KEPT = 4
 _MIN_TIMER_S = 0.001  # a deadline that has passed and is not moved by a Tick must not spin the loop
 Member = tuple[int, int]  # rank and incarnation
 
@@ -53,16 +51,6 @@ class Timer(Protocol):
     def cancel(self) -> None:
         """Do not call."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heritage:
-    """What a rank's new incarnation is given from its earlier ones."""
-
-    rng_key: bytes | None
-    once: dict[str, bytes]
-    faults: tuple[ChaosSpec, ...]
-    tape: tuple[messages.Told, ...] = ()
 
 
 class Effects(Protocol):
@@ -106,29 +94,12 @@ class Effects(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
-class _Kept:
-    """A rank's capsule of one step, and of the sections after it, by their names."""
-
-    payload: bytes | None = None
-    sections: dict[str, bytes] = dataclasses.field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class _Exchange:
     """Entries of one group of one generation, until all are there."""
 
     entries: dict[int, bytes] = dataclasses.field(default_factory=dict)
     members: dict[int, Member] = dataclasses.field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Tape:
-    """What one rank was told since the job last began from nothing, and by which incarnation it is
-    recorded."""
-
-    incarnation: int
-    items: dict[str, messages.Told] = dataclasses.field(default_factory=dict)
 
 
 class CoordinatorShell:
@@ -158,10 +129,7 @@ class CoordinatorShell:
         self._unfired = {fault.index: fault for fault in faults}
         self._fired: dict[Member, tuple[ChaosSpec, float]] = {}
         self._raised: dict[Member, Cause] = {}
-        self._rng_keys: dict[int, bytes] = {}
-        self._once: dict[int, dict[str, bytes]] = {}
-        self._tapes: dict[int, _Tape] = {}
-        self._capsules: dict[int, dict[int, _Kept]] = {}
+        self._kept = Keepsakes()
         self._exchanges: dict[tuple[int, str], _Exchange] = {}
         self._oldest_exchanged = 0
         self._groups: dict[int, tuple[tuple[str, int], ...]] = {}
@@ -201,7 +169,7 @@ class CoordinatorShell:
         member = (rank, incarnation)
         match message:
             case messages.Capsule():
-                self._keep_capsule(rank, message)
+                self._kept.capsule(rank, message)
             case messages.Address():
                 self._exchange(member, message)
             case messages.Fired():
@@ -210,9 +178,9 @@ class CoordinatorShell:
                 self._groups[rank] = message.groups
                 self._feed(self._event(member, message))
             case messages.Once():
-                self._once.setdefault(rank, {})[message.key] = message.value
+                self._kept.once(rank, message)
             case messages.Tape():
-                self._keep_tape(member, message)
+                self._kept.tape(rank, incarnation, message)
             case messages.Raised():
                 self._raised[member] = message.cause
             case messages.Note():
@@ -227,22 +195,6 @@ class CoordinatorShell:
         self._arm(None)
 
     # ------------------------------------------------------------ what the core does not see
-
-    def _keep_capsule(self, rank: int, capsule: messages.Capsule) -> None:
-        kept = self._capsules.setdefault(rank, {})
-        if capsule.section:
-            kept.setdefault(capsule.step, _Kept()).sections[capsule.section] = capsule.payload
-        else:
-            kept[capsule.step] = _Kept(payload=capsule.payload)
-        # A rank that goes back takes its newer capsules with it; of the rest the newest are kept.
-        usable = sorted(step for step in kept if step <= capsule.step)[-_CAPSULES_KEPT:]
-        self._capsules[rank] = {step: kept[step] for step in usable}
-
-    def _keep_tape(self, member: Member, message: messages.Tape) -> None:
-        rank, incarnation = member
-        tape = self._tapes.get(rank)
-        if tape is not None and tape.incarnation == incarnation:
-            tape.items.update((item.key, item) for item in message.items)
 
     def _exchange(self, member: Member, address: messages.Address) -> None:
         if address.generation < self._oldest_exchanged:
@@ -304,7 +256,7 @@ class CoordinatorShell:
         rank, _ = member
         match message:
             case messages.Protect():
-                self._rng_keys[rank] = message.rng_key
+                self._kept.rng_key(rank, message.rng_key)
             case messages.Commit():
                 if message.step > self._logged.get(rank, 0):  # else a successor says it again
                     self._logged[rank] = message.step
@@ -358,8 +310,9 @@ class CoordinatorShell:
             case actions.Spawn():
                 if not action.joiner:
                     self._forget_exchanges(action.generation)
-                    self._tapes[action.rank] = _Tape(action.incarnation)
-                self._effects.spawn(action, self._heritage(action.rank))
+                    self._kept.begin_tape(action.rank, action.incarnation)
+                faults = (f for f in self._unfired.values() if f.rank == action.rank)
+                self._effects.spawn(action, self._kept.heritage(action.rank, faults))
             case actions.Kill():
                 self._effects.kill(action.rank, action.incarnation, action.why)
             case actions.Inspect():
@@ -368,8 +321,8 @@ class CoordinatorShell:
                 self._forget_exchanges(generation + 1)
                 self._send_all(action.to, messages.Stop(generation=generation))
             case actions.SendPosition(step=step):
-                kept = self._capsules.get(action.rank, {}).get(step - 1, _Kept())
-                position = messages.Position(step=step, capsule=kept.payload, kept=kept.sections)
+                capsule, kept = self._kept.after(action.rank, step - 1)
+                position = messages.Position(step=step, capsule=capsule, kept=kept)
                 self._effects.send(action.rank, action.incarnation, position)
             case actions.SendRegroup():
                 self._send_regroup(action)
@@ -395,7 +348,7 @@ class CoordinatorShell:
         self._forget_exchanges(action.generation)
         groups = groups_of_all(self._groups)
         for rank, incarnation in action.to:
-            capsule, kept = self._capsule(rank, action.plan)
+            capsule, kept = self._kept.for_plan(rank, action.plan)
             message = messages.Regroup(
                 generation=action.generation,
                 step=action.plan.step,
@@ -407,30 +360,9 @@ class CoordinatorShell:
             )
             self._effects.send(rank, incarnation, message)
 
-    def _capsule(self, rank: int, plan: Plan) -> tuple[bytes | None, dict[str, bytes]]:
-        """The newest capsule of `rank` that is not newer than the plan's step, and what it has kept
-        of the sections after that step. The capsule may be older than the step: the worker then
-        takes nothing from it but the fence that the job has agreed on, and knows so by the
-        capsule's own step."""
-        if plan.ranks[rank].decision is not Decision.FETCH:
-            return None, {}
-        kept = self._capsules.get(rank, {})
-        newest = max((step for step in kept if step <= plan.step), default=None)
-        if newest is None:
-            return None, {}
-        return kept[newest].payload, kept[newest].sections if newest == plan.step else {}
-
     def _log(self, rank: int, log: Mapping[int, Mapping[str, float]]) -> None:
         for step, scalars in log.items():
             self._effects.metrics(rank, step, scalars)
-
-    def _heritage(self, rank: int) -> Heritage:
-        return Heritage(
-            rng_key=self._rng_keys.get(rank),
-            once=dict(self._once.get(rank, {})),
-            faults=tuple(fault for fault in self._unfired.values() if fault.rank == rank),
-            tape=tuple(self._tapes[rank].items.values()) if rank in self._tapes else (),
-        )
 
     # ------------------------------------------------------------ time
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from everstep.coordinator import CoordinatorShell, Heritage, final_cause
+from everstep.coordinator import CoordinatorShell, final_cause
 from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.hang import Evidence, Stance
+from everstep.keepsakes import Heritage
 from everstep.types import Cause, CauseKind, Decision, Holding, Plan, RankPlan, Record
 from everstep.wire import messages as m
 

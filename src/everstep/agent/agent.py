@@ -30,9 +30,10 @@ from everstep.agent.progress import ProgressFile
 from everstep.agent.sentry import Sentry
 from everstep.agent.workers import Worker, torchrun_environment, worker_spec
 from everstep.agent.zygote import Zygote, ZygotePlan, environment
-from everstep.coordinator import CoordinatorShell, Core, Heritage
+from everstep.coordinator import CoordinatorShell, Core
 from everstep.core import actions
 from everstep.errors import EverstepError
+from everstep.keepsakes import Heritage
 from everstep.observe.rundir import RunDirectory
 from everstep.observe.view import View
 from everstep.settings import RunSettings

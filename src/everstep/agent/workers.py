@@ -24,8 +24,8 @@ from everstep.agent.output import Output
 from everstep.agent.progress import ProgressFile
 from everstep.agent.stacks import StackFile
 from everstep.agent.zygote import Zygote
-from everstep.coordinator import Heritage
 from everstep.core.actions import Spawn
+from everstep.keepsakes import Heritage
 from everstep.settings import RunSettings
 from everstep.types import Cause
 from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
