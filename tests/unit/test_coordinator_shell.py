@@ -361,9 +361,12 @@ class TestCapsules:
         assert self.given(3, 4) == b"4"
         assert self.given(4, 6) == b"4"
 
-    def test_three_are_kept(self) -> None:
+    def test_as_many_are_kept_as_a_recovery_can_ask_for(self) -> None:
+        """A rank is at most two steps ahead of the only survivor, where a replacement begins with
+        what was kept of the step before."""
         assert self.given(5, 6, 7) == b"5"
-        assert self.given(5, 6, 7, 8) is None
+        assert self.given(5, 6, 7, 8) == b"5"
+        assert self.given(5, 6, 7, 8, 9) is None
 
     def test_a_rank_that_went_back_has_no_newer_ones(self) -> None:
         assert self.given(4, 5, 6, 4) == b"4"
