@@ -97,6 +97,8 @@ def hook_costs() -> dict[str, float]:
     empty = cost_ns(lambda: None)
     costs = {
         "a collective entered": cost_ns(lambda: progress.entered(row, "allreduce", 1000)) - empty,
+        "it is inside, and no more": cost_ns(lambda: (progress.inside((row,)), progress.inside(())))
+        - empty,
         "a wait begun": cost_ns(lambda: progress.waits(True)) - empty,
         "the agent's glance at one rank": cost_ns(file.glance) - empty,
     }

@@ -138,7 +138,7 @@ class FakeWorker:
 
     def step(self, step: int) -> None:
         self.fire(step, "forward")
-        self.progress.phase = Phase.BACKWARD
+        self.progress.phase = Phase.STEP
         self.fire(step, "backward")
         self.channel.send(m.Capsule(step=step, payload=f"capsule {step}".encode()))
         total = self.exchange(f"step{step}", b"1")

@@ -83,6 +83,13 @@ def test_a_joiners_layout_must_be_the_jobs() -> None:
     assert "b is missing" in text
 
 
+def test_a_joiner_that_sends_no_digests_is_not_said_to_lack_all_tensors() -> None:
+    text = joiner_disagreement(said(1, manifest="n"), {0: said(0, a="1", b="1")})
+    assert text is not None
+    assert "other state than the job holds: a name, a shape or a dtype is another." in text
+    assert "missing" not in text
+
+
 def test_a_joiner_that_built_another_ranks_shard_is_refused() -> None:
     peers = {0: said(0, shard="a"), 1: said(1, shard="b")}
     assert joiner_disagreement(said(1, shard="b"), peers) is None

@@ -376,6 +376,18 @@ def test_a_broken_collective_is_an_echo_of_the_death_that_follows() -> None:
     assert driver.ended.exit_code == 137
 
 
+def test_the_cause_behind_an_echo_is_shown_with_its_own_step() -> None:
+    """Rank 0 was a step further when it lost touch with rank 1."""
+    driver = Driver(3).running(4)
+    for rank in (0, 2):
+        driver.commit(rank, 5)
+    driver.fault(0, 6, broken())
+    driver.die(1)
+    driver.park(0, 5, torn=True)
+    driver.park(2, 5, torn=True)
+    assert "First cause, rank 1 in step 5: killed by SIGKILL" in driver.ended.text
+
+
 def test_echoes_of_the_stop_are_no_causes() -> None:
     driver = Driver(3).running(4)
     driver.die(1)

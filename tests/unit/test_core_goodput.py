@@ -180,10 +180,10 @@ def test_a_missing_boundary_has_no_width() -> None:
 
 def test_the_cause_that_is_no_echo_is_shown_with_its_fault() -> None:
     echo = OPENED | {"rank": 0, "cause": cause("peer")}
-    death = line(9.6, "incident_cause", incident=1, rank=1, incarnation=1, step=3)
+    death = line(9.6, "incident_cause", incident=1, rank=1, incarnation=1, step=2)
     death["cause"] = cause(fault="kill:rank=1,step=3")
     (entry,) = fold([*HEAD, FIRED, echo, death, *RECOVERY]).incidents
-    assert (entry.cause.kind, entry.rank) == (CauseKind.SIGNAL, 1)
+    assert (entry.cause.kind, entry.rank, entry.step) == (CauseKind.SIGNAL, 1, 2)
     assert entry.fault == "kill:rank=1,step=3"
     assert entry.stages[Stage.DETECT] == 0.5
     assert entry.faults == ("kill:rank=1,step=3",)

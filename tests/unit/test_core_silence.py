@@ -92,6 +92,18 @@ def test_a_rank_that_has_moved_meanwhile_is_no_culprit() -> None:
     assert driver.coordinator.phase == "running"
 
 
+def test_an_inspection_that_found_nobody_is_not_made_again_at_once() -> None:
+    driver = Driver().running()
+    driver.tell(ev.Silent(evidence=absent(driver)))
+    driver.now_s += 1
+    driver.tell(ev.Inspected(evidence=absent(driver, overdue=False)))
+    asked = []
+    for _ in range(24):  # six seconds of looks
+        driver.now_s += 0.25
+        asked.append(bool(driver.tell(ev.Silent(evidence=absent(driver)))))
+    assert (asked.index(True), sum(asked)) == (19, 1)
+
+
 def test_evidence_of_a_process_that_is_gone_changes_nothing() -> None:
     driver = Driver().running()
     stale = absent(driver, incarnation=99)
@@ -102,6 +114,63 @@ def test_the_only_holder_of_the_state_is_not_killed() -> None:
     driver = Driver(1).running()
     alone = (shows(driver, 0, 3, stopped=True),)
     assert driver.tell(ev.Silent(evidence=alone)) == []
+
+
+class Sharded(Driver):
+    """Ranks with shards of their own, but for 0 and 1, which are replicas."""
+
+    def protect(self, rank: int, manifest: str = "m", **digests: str) -> list[do.Action]:
+        shard = f"part {max(rank, 1)}"
+        said = ev.Protected(**self.who(rank), shard=shard, manifest=manifest, digests=digests)
+        return self.tell(said)
+
+
+def test_the_only_holder_of_a_shard_is_spared_and_that_is_said_once() -> None:
+    driver = Sharded().running()
+    evidence = absent(driver, 2, stopped=True, overdue=False)
+    inspect(driver, evidence)
+    assert driver.got(do.Kill) == []
+    assert driver.got(do.SendStop) == []
+    (note,) = driver.journal("note")
+    assert note["text"].startswith("rank 2 has been stopped by a signal (SIGSTOP or the like)")
+    assert "nobody else holds the state of rank 2" in note["text"]
+    assert note["text"].endswith("with `kill -CONT`; where all ranks stood is in hang-1.txt")
+    assert driver.journal("hang") == driver.journal("incident_opened") == []
+    driver.now_s += 600
+    assert driver.tell(ev.Silent(evidence=evidence)) == []
+    # The answer to one that was under way.
+    assert driver.tell(ev.Inspected(evidence=evidence)) == []
+
+
+def test_a_replica_of_a_shard_is_killed() -> None:
+    driver = Sharded().running()
+    inspect(driver, absent(driver, 0, stopped=True))
+    assert [kill.rank for kill in driver.got(do.Kill)] == [0]
+
+
+def test_all_replicas_of_a_shard_are_spared_together() -> None:
+    driver = Sharded().running()
+    inspect(driver, tuple(shows(driver, r, 12, stopped=r < 2) for r in driver.ranks))
+    assert driver.got(do.Kill) == []
+    (note,) = driver.journal("note")
+    assert "nobody else holds the state of ranks 0, 1" in note["text"]
+
+
+def test_a_replica_whose_copy_is_torn_is_no_copy() -> None:
+    driver = Sharded().running()
+    driver.die(3)
+    driver.park(0, 4, torn=True)
+    stopped = tuple(shows(driver, r, 12, stopped=r == 1) for r in driver.ranks if r != 3)
+    inspect(driver, stopped)
+    assert driver.got(do.Kill) == []
+    assert "nobody else holds the state of rank 1" in driver.journal("note")[0]["text"]
+
+
+def test_before_the_first_commit_there_is_no_state_to_spare() -> None:
+    driver = Sharded()
+    driver.set_up()
+    inspect(driver, absent(driver, 2, stopped=True))
+    assert 2 in [kill.rank for kill in driver.got(do.Kill)]
 
 
 def test_a_fault_on_purpose_is_named() -> None:

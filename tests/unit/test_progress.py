@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from tests.unit.fakegroups import FakeWorld
 
 from everstep.agent.progress import ProgressFile, sweep
 from everstep.core.hang import Entered
@@ -20,15 +22,15 @@ def test_the_agent_sees_what_the_worker_stores(tmp_path: Path) -> None:
     file = ProgressFile(tmp_path, "run", 3, 2)
     assert file.path.name == "everstep-run-3.2"
     fresh = file.read()
-    assert (fresh.step, fresh.phase, fresh.collectives, fresh.changed_ns) == (0, Phase.SETUP, 0, 0)
+    assert (fresh.step, fresh.phase, fresh.changed_ns) == (0, Phase.SETUP, 0)
     worker = Progress(file.path)
     before = time.monotonic_ns()
-    worker.step, worker.phase, worker.collectives = 5, Phase.BACKWARD, 1 << 40
+    worker.step, worker.phase = 1 << 40, Phase.UPDATE
     seen = file.read()
-    assert (seen.step, seen.phase, seen.collectives) == (5, Phase.BACKWARD, 1 << 40)
+    assert (seen.step, seen.phase) == (1 << 40, Phase.UPDATE)
     assert before <= seen.changed_ns <= time.monotonic_ns()
-    assert (worker.step, worker.phase, worker.collectives) == (5, Phase.BACKWARD, 1 << 40)
-    assert seen.words() == "in step 5 (backward)"
+    assert (worker.step, worker.phase) == (1 << 40, Phase.UPDATE)
+    assert seen.words() == f"in step {1 << 40} (optimizer)"
     worker.close()
     assert file.read() == seen
     file.remove()
@@ -122,18 +124,41 @@ def test_what_was_entered_of_each_communicator(tmp_path: Path) -> None:
         Entered(count=1, kind="collective", elements=1, name="pair"),
         Entered(count=2, kind="broadcast", elements=7, name="world"),
     ]
-    seen = file.glance()
-    assert (seen.collectives, seen.last, seen.groups) == (3, "collective", {})
+    assert file.glance().groups == {}
     # A message is between two: its count would differ from that of the other members.
     worker.entered(pair, "send", 5)
     assert entered(file)[0].count == 1
-    assert file.glance().last == "send"
     worker.regroup(3)
     assert file.read().generation == 3
     assert [each.count for each in entered(file)] == [0, 0]
     worker.leave(pair)
     assert [each.name for each in entered(file)] == ["world"]
     worker.close()
+    file.remove()
+
+
+def test_what_was_entered_and_has_not_ended(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path, "run", 0, 1)
+    world = FakeWorld()
+    world.communicators.progress = Progress(file.path)
+    group = world.group()
+    assert not file.glance().inside
+    group.allreduce([torch.ones(1)])
+    group.allreduce([torch.ones(1)])
+    before = file.glance()
+    assert before.inside
+    first, second = world.made[0].works
+    first.end()
+    assert file.glance().inside
+    second.end()
+    after = file.glance()
+    assert not after.inside
+    assert after.changed_ns == before.changed_ns  # that something ends is no move
+    group.allreduce([torch.ones(1)])
+    assert file.glance().inside
+    world.made[0].works[2].end(RuntimeError("Connection closed by peer"))
+    assert not file.glance().inside
+    world.communicators.progress.close()
     file.remove()
 
 

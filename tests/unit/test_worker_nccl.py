@@ -5,24 +5,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from tests.unit.fakegroups import FakeInner
-from tests.unit.fakenccl import GARBAGE, WAIT_S, FakeAccelerator, FakeNcclGroup, NcclWorld
+from tests.unit.fakenccl import (
+    GARBAGE,
+    WAIT_S,
+    FakeAccelerator,
+    FakeEvent,
+    FakeNcclGroup,
+    NcclWorld,
+)
 from torch._C._distributed_c10d import ErrorType
 
 from everstep.errors import PeerError, TransientError, UserError
-from everstep.worker.accelerator import choose
+from everstep.worker.accelerator import Event, choose
 from everstep.worker.communicators import Answer, QuiesceTimeout
 from everstep.worker.control import Stopped
 from everstep.worker.groups import OuterGroup
 from everstep.worker.guard import Guard
 from everstep.worker.nccl import DeviceInner, IdStore, NcclInner, prepare
-from everstep.worker.streams import Device, StreamGuard
+from everstep.worker.streams import Device, Source, StreamGuard, Watch
 
 
 @pytest.fixture
@@ -443,6 +451,70 @@ def test_a_lost_device_fails_what_ran_on_it(world: NcclWorld) -> None:
     guard = group.allreduce([torch.ones(1)])
     _ended(guard)
     assert "illegal memory access" in str(world.faults[0][1])
+
+
+# ---------------------------------------------------------------- the watch
+
+
+def _at_its_end(event: Event, watch: Watch, source: Source) -> list[BaseException | None]:
+    """Have the watch await `event` and wait until it has said how it ended."""
+    told, come = list[BaseException | None](), threading.Event()
+
+    def ended(error: BaseException | None) -> None:
+        told.append(error)
+        come.set()
+
+    watch.add(source, event, ended)
+    _await(come)
+    return told
+
+
+class Idle:
+    """A source; `error` is what its probe raises."""
+
+    error: Exception | None = None
+
+    def probe(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("broken", ["probe", "receiver", "event", "device"])
+def test_a_watch_that_fails_fails_what_it_awaits_and_lives_on(
+    broken: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    accelerator, source, error = FakeAccelerator(), Idle(), KeyError("not foreseen")
+    watch, never = Watch(accelerator), FakeEvent()
+
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    if broken == "probe":
+        source.error = error
+    elif broken == "receiver":
+        come = FakeEvent()
+        come.reach()
+        watch.add(Idle(), come, fail)
+    elif broken == "event":
+        watch.add(Idle(), SimpleNamespace(query=fail), lambda _: None)
+    else:
+        accelerator.enter = fail  # type: ignore[method-assign]
+    # One that fails while it is told does not keep it from the others.
+    watch.add(source, never, fail)
+    assert _at_its_end(never, watch, source) == [error]
+    assert "not foreseen" in capfd.readouterr().err
+    source.error = None
+    if broken == "device":
+        del accelerator.enter
+    assert _at_its_end(accelerator_event(accelerator), watch, source) == [None]
+    watch.close()
+
+
+def accelerator_event(accelerator: FakeAccelerator) -> FakeEvent:
+    """One that has come."""
+    event = accelerator.here()
+    accelerator.run()
+    return event
 
 
 # ---------------------------------------------------------------- outputs

@@ -41,7 +41,6 @@ _WORDS = {
     Phase.SETUP: "in its set-up",
     Phase.BETWEEN: "between steps (step {step})",
     Phase.STEP: "in step {step}",
-    Phase.BACKWARD: "in step {step} (backward)",
     Phase.FENCE: "in step {step} (fence)",
     Phase.UPDATE: "in step {step} (optimizer)",
     Phase.PARKED: "parked at step {step}",
@@ -49,7 +48,6 @@ _WORDS = {
     Phase.CLOSING: "after its last step",
     Phase.FINISHED: "after the end of its script",
     Phase.COMPILE: "in step {step} (compilation)",
-    Phase.SAVE: "in a save after step {step}",
     Phase.SECTION: "in a section after step {step}",
 }
 
@@ -58,24 +56,24 @@ _WORDS = {
 class Standing:
     """What a worker's file says. `step`: the one under way. `changed_ns`: when it last moved,
     monotonic nanoseconds, 0 for never. `waiting`: its main thread waits for a collective.
-    `answers`: it shows its stacks on a signal. `debugged`: a debugger or profiler is in it.
-    `unlisted`: communicators that its table has no room for. `groups`: identity of each
-    communicator to what was entered of it; empty after `glance`."""
+    `inside`: a collective or message that it has entered has not ended. `answers`: it shows its
+    stacks on a signal. `debugged`: a debugger or profiler is in it. `unlisted`: communicators that
+    its table has no room for. `groups`: identity of each communicator to what was entered of it;
+    empty after `glance`."""
 
     step: int
     phase: Phase
-    collectives: int
     changed_ns: int
     generation: int = 0
     waiting: bool = False
-    last: str = KINDS[0]
+    inside: bool = False
     answers: bool = False
     debugged: bool = False
     unlisted: int = 0
     groups: Mapping[int, Entered] = field(default_factory=dict)
 
     def words(self) -> str:
-        """Where it stood: "in step 5 (backward)"."""
+        """Where it stood: "in step 5 (optimizer)"."""
         return _WORDS[self.phase].format(step=self.step)
 
 
@@ -120,15 +118,14 @@ class ProgressFile:
 
 def _standing(cells: tuple[int, ...], groups: Mapping[int, Entered]) -> Standing:
     """The figures as values. The page is the worker's; its stray stores must not end the agent."""
-    phase, last = cells[Cell.PHASE], cells[Cell.LAST]
+    phase = cells[Cell.PHASE]
     return Standing(
         step=cells[Cell.STEP],
         phase=Phase(phase) if phase in Phase._value2member_map_ else Phase.BETWEEN,
-        collectives=cells[Cell.COLLECTIVES],
         changed_ns=cells[Cell.CHANGED_NS],
         generation=cells[Cell.GENERATION],
         waiting=bool(cells[Cell.WAITING]),
-        last=_kind(last),
+        inside=bool(cells[Cell.INSIDE]),
         answers=bool(cells[Cell.STACKS]),
         debugged=bool(cells[Cell.DEBUGGED]),
         unlisted=cells[Cell.UNLISTED],

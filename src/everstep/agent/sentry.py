@@ -29,6 +29,7 @@ from everstep.settings import RunSettings
 from everstep.worker.progress import ROWS, Phase
 from everstep.worker.stacks import SIGNAL
 
+_KEPT_FILES = 100  # as many as incidents are allowed; some kilobytes each
 _STANCES = {
     Phase.SETUP: Stance.APART,
     Phase.PARKED: Stance.APART,
@@ -91,7 +92,7 @@ class Sentry:
     async def inspect(self) -> Inspected:
         """Have all workers show their stacks, and return what is known. Takes a second at the most.
 
-        The stacks are kept in a file `hang-N.txt` of the run's directory.
+        The stacks are kept in a file `hang-N.txt` of the run's directory, the newest hundred.
         """
         asked, silent = {}, {}
         for (rank, _), worker in self._living().items():
@@ -106,6 +107,9 @@ class Sentry:
         self._inspections += 1
         path = self._directory / f"hang-{self._inspections}.txt"
         path.write_text(stacks.written(answers, lines), encoding="utf-8")
+        if self._inspections > _KEPT_FILES:
+            old = self._directory / f"hang-{self._inspections - _KEPT_FILES}.txt"
+            old.unlink(missing_ok=True)
         self._look()
         return Inspected(evidence=self._evidence(), stacks=lines, file=str(path))
 
@@ -214,5 +218,6 @@ def _evidence(member: Member, standing: Standing, silence: Silence, now_s: float
         since_s=now_s - silent_s,
         overdue=silence.overdue,
         stopped=silence.stopped,
+        inside=standing.inside,
         groups=standing.groups,
     )

@@ -35,8 +35,8 @@ _HALF_LIFE_S = 600.0  # of the memory for a long silence: an hour after a slow s
 _FRESH_STEPS = 2  # DDP rebuilds its buckets after the first, and compilers look again
 _UNUSUAL_STEPS = 1  # from which nothing is learned about the steps to come
 
-_STEPS = frozenset({Phase.STEP, Phase.BACKWARD, Phase.FENCE, Phase.UPDATE})
-_SECTIONS = frozenset({Phase.BETWEEN, Phase.SAVE, Phase.SECTION})
+_STEPS = frozenset({Phase.STEP, Phase.FENCE, Phase.UPDATE})
+_SECTIONS = frozenset({Phase.BETWEEN, Phase.SECTION})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,8 +44,8 @@ def shared(said: Protected, first_of: dict[str, Protected]) -> Protected:
 def joiner_disagreement(joiner: Protected, peers: Mapping[int, Protected]) -> str | None:
     """What differs between a joiner's set-up and its job's; None when it fits.
 
-    `peers`: what each rank said in the job's set-up. Values are not compared: the joiner takes them
-    from its peers. Pure.
+    `peers`: what each rank said in the job's set-up. Values are not compared, and a joiner need not
+    send digests: it takes its values from its peers. Pure.
     """
     who = f"rank {joiner.rank}'s replacement (incarnation {joiner.incarnation})"
     reference = peers.get(joiner.rank)  # what its predecessor said
@@ -66,8 +66,11 @@ def joiner_disagreement(joiner: Protected, peers: Mapping[int, Protected]) -> st
         )
     if joiner.manifest == reference.manifest:
         return None
+    difference = "a name, a shape or a dtype is another"
+    if joiner.digests:  # which names it has is known from them alone
+        difference = _layout_difference(joiner, reference)
     return (
-        f"{who} built other state than the job holds: {_layout_difference(joiner, reference)}. "
+        f"{who} built other state than the job holds: {difference}. "
         "The script must build the same model and optimizer each time it starts; look for what "
         "depends on time, chance, or files that the run has changed."
     )

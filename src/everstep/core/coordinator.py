@@ -7,8 +7,8 @@ have we not killed it?) and, where it depends on the world, by its generation; w
 nothing. Every wait has a deadline, so that a lost message or a stuck worker ends in a kill, a stop
 or the job's end, each with its reason.
 
-What it doesn't know: clocks, sockets and processes (the shell's), nodes, and why a step makes no
-headway (a hang in a step shows only when a worker says that a collective timed out).
+What it doesn't know: clocks, sockets and processes (the shell's), nodes, and how long a rank may be
+silent (the agent's; `core.silence` says what is done about it).
 """
 
 from __future__ import annotations

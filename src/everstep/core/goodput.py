@@ -170,6 +170,7 @@ class _Draft:
     opened: Mapping[str, Any]
     cause: Cause
     rank: int
+    step: int
     floor: int = 0
     last_step_inside: bool = False
     faults: list[str] = field(default_factory=list)
@@ -187,9 +188,8 @@ def _incidents(journal: Sequence[Mapping[str, Any]]) -> list[_Draft]:
     for record in journal:
         event = record["event"]
         if event == "incident_opened":
-            drafts.append(
-                _Draft(opened=record, cause=read_cause(record["cause"]), rank=record["rank"])
-            )
+            cause, rank, step = read_cause(record["cause"]), record["rank"], record["step"]
+            drafts.append(_Draft(opened=record, cause=cause, rank=rank, step=step))
         if not drafts:
             steps = max(steps, record["step"]) if event == "step" else steps
             continue
@@ -214,7 +214,7 @@ def _take_cause(draft: _Draft, record: Mapping[str, Any]) -> None:
     if cause.fault is not None and cause.fault not in draft.faults:
         draft.faults.append(cause.fault)
     if is_echo(draft.cause) and not is_echo(cause):
-        draft.cause, draft.rank = cause, record["rank"]
+        draft.cause, draft.rank, draft.step = cause, record["rank"], record["step"]
     if record["event"] == "incident_opened":
         draft.marks[Stage.DETECT] = record["t"]
 
@@ -255,7 +255,7 @@ def _entry(draft: _Draft, journal: Sequence[Mapping[str, Any]]) -> IncidentEntry
     return IncidentEntry(
         incident=draft.opened["incident"],
         rank=draft.rank,
-        step=draft.opened["step"],
+        step=draft.step,
         cause=draft.cause,
         fault=draft.cause.fault if draft.cause.fault is not None else _first(draft.faults),
         faults=tuple(draft.faults),

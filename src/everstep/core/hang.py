@@ -9,7 +9,8 @@ waits for whom, and the culprit is found in it:
 - *left*: a rank has left its loop, and others wait for it in a collective. The script is at fault.
 - *mismatch*: ranks stand at the same count of one communicator, in collectives of different kinds
   (or sizes, where all must bring the same). The few are named, the many are taken to be right.
-- *absent*: a rank that stands still in its own code, waits for nobody, and is waited for.
+- *absent*: a rank that stands still in its own code, waits for nobody, and is waited for. One that
+  is inside a collective that all have entered may wait there, and is not accused.
 - *deadlock*: ranks wait for each other in a ring, in different communicators.
 
 Only ranks that have not moved for longer than their own deadline are looked at (`overdue`), the
@@ -18,8 +19,8 @@ saves while the others wait, has no culprit. If all are stopped there is none ei
 suspended the whole job, and killing would lose the state.
 
 What it doesn't know: deadlines and clocks (the agent's), what is done about a culprit
-(`core.silence`), and messages between two ranks, which have no common count: for them a rank says
-only that it waits.
+(`core.silence`), why a collective that all have entered does not end, and messages between two
+ranks, which have no common count: for them a rank says only that it waits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from everstep.core.words import name_ranks, verb
 class Stance(enum.StrEnum):
     """What a rank is about, as far as others may wait for it."""
 
-    WORKING = "working"  # in its own code: a step, what lies between steps, a save
+    WORKING = "working"  # in its own code, as far as it shows: a step, or between steps
     WAITING = "waiting"  # its main thread waits for a collective or a message
     LEFT = "left"  # it has left its loop, and waits for the others to do so
     APART = "apart"  # in set-up, parked, recovering: other deadlines hold there
@@ -64,9 +65,11 @@ class Entered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What one rank shows. `where`: in words, "in step 5 (backward)". `silent_s`: since it last
+    """What one rank shows. `where`: in words, "in step 5 (optimizer)". `silent_s`: since it last
     moved, in seconds; `overdue`: that is longer than it may be. `since_s`: when that was, on the
     host's monotonic clock. `stopped`: a signal has stopped the process, for longer than it may.
+    `inside`: a collective or message that it has entered has not ended; where WORKING, it may be
+    waiting for that all the same, in code that doesn't say so (DDP's C++).
     `groups`: identity of each communicator to what was entered. `fault`: the fault on purpose that
     had fired there."""
 
@@ -80,6 +83,7 @@ class Evidence:
     since_s: float | None = None
     overdue: bool = False
     stopped: bool = False
+    inside: bool = False
     groups: Mapping[int, Entered] = field(default_factory=dict)
     fault: str | None = None
 
@@ -210,8 +214,8 @@ def _judge_absent(present: Sequence[Evidence], late: Sequence[Evidence]) -> Verd
     culprits = {}
     for each in late:
         rank = each.rank
-        if each.stance is not Stance.WORKING or rank in ahead:
-            continue
+        if each.stance is not Stance.WORKING or each.inside or rank in ahead:
+            continue  # inside and not ahead: all others have entered that, too
         text = f"rank {rank} hangs {each.where}: it has not moved for {each.silent_s:.1f} s"
         if rank in behind:
             group, count = behind[rank]

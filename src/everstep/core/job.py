@@ -56,7 +56,8 @@ class Job:
         self.budget = Budget(policy)
         self.repeats = Repeats()
         self.backoff = Backoff(policy)
-        self.inspect_again_s = 0.0  # an inspection is under way until then
+        self.inspect_again_s = 0.0  # not before then: one is under way, or has just found nobody
+        self.spared: set[str] = set()  # hangs whose culprits hold the only copy; each is said once
         self.out = Outbox()
         self.now_s = 0.0
         self.phase = Phase.NEW
@@ -106,7 +107,7 @@ class Job:
         if self.incident is None:
             number = self.budget.opened()
             self.incident = Incident(number=number, rank=rank, step=step, cause=cause)
-        if self.incident.blame(rank, cause) or opened_in is not None:
+        if self.incident.blame(rank, step, cause) or opened_in is not None:
             self.budget.caused(cause, self.now_s)
         self.out.failed(self.incident, member, step, cause, opened_in)
         if self.phase is Phase.STOPPING:
@@ -132,7 +133,7 @@ class Job:
         assert self.incident is not None
         if self.repeated(member.rank, step, cause):
             return
-        if self.incident.blame(member.rank, cause):
+        if self.incident.blame(member.rank, step, cause):
             self.budget.caused(cause, self.now_s)
         self.out.failed(self.incident, member, step, cause, None)
         if cause.fault is not None:
@@ -193,7 +194,8 @@ class Job:
         `exit_code`: None for the cause's own. `show`: the rank and cause to show instead."""
         assert self.incident is not None
         rank, cause = show or (self.incident.rank, self.incident.cause)
-        first = f"First cause, rank {rank} in step {self.incident.step}: {cause.text}"
+        step = self.commits[rank] + 1 if show else self.incident.step
+        first = f"First cause, rank {rank} in step {step}: {cause.text}"
         code = cause.job_exit_code() if exit_code is None else exit_code
         self.end(code, f"{text.rstrip('.')}. {first}", cause, rank)
 

@@ -98,10 +98,10 @@ class Policy:
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
-    """An open incident. `step`: the step that was under way. `cause`: the one to show, of `rank`; a
-    later one replaces it when the first was only an echo. `failed`: how each rank failed that did
-    so since all ranks last stood at one step, by rank. `floor`: the step from which the ranks go
-    on; the first commit above it ends the incident. `respawned`: a process was replaced in it.
+    """An open incident. `cause`: the one to show, of `rank`, where `step` was under way; a later
+    one replaces it when the first was only an echo. `failed`: how each rank failed that did so
+    since all ranks last stood at one step, by rank. `floor`: the step from which the ranks go on;
+    the first commit above it ends the incident. `respawned`: a process was replaced in it.
     `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps that all ranks had
     committed and that are done again."""
 
@@ -118,13 +118,13 @@ class Incident:
     reason: str = ""
     failed: dict[int, Cause] = field(default_factory=dict)
 
-    def blame(self, rank: int, cause: Cause) -> bool:
-        """Take note of a cause: it is shown instead of the first if the first was only its echo.
-        Returns whether it is."""
+    def blame(self, rank: int, step: int, cause: Cause) -> bool:
+        """Take note of a cause, and of the step that was under way where `rank` stood: it is shown
+        instead of the first if the first was only its echo. Returns whether it is."""
         self.failed[rank] = cause
         better = is_echo(self.cause) and not is_echo(cause)
         if better:
-            self.rank, self.cause = rank, cause
+            self.rank, self.step, self.cause = rank, step, cause
         return better
 
     def follow(self, plan: Plan) -> None:

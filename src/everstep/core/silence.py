@@ -7,8 +7,9 @@ killed, and their ranks respawned; a deadlock, which is nobody's alone, is begun
 rank that was told to stop and stands still on its way to the boundary is killed alike, and so is
 one that is stopped by a signal, whatever it is about.
 
-Nobody is killed if no rank that could give its state would be left, and nobody for having left its
-loop: the script did that, and would do it again.
+Nobody is killed if of some shard no rank that could give its state would be left: that is said,
+once, and left to a person. And nobody is for having left its loop: the script did that, and would
+do it again.
 
 What it doesn't know: deadlines in seconds (the agent's), and the stacks' meaning.
 """
@@ -22,25 +23,33 @@ from everstep.core import events as ev
 from everstep.core.hang import Evidence, Kind, Verdict, judge
 from everstep.core.job import Job, Phase
 from everstep.core.membership import Member, Status
+from everstep.core.words import name_ranks
 from everstep.types import Cause, CauseKind
 
-_INSPECTION_S = 5.0  # within which the answer to an inspection has come; else it is asked for again
+_INSPECTION_S = 5.0  # within which an answer has come; and from one that found nobody to the next
 
 
 def on_silent(job: Job, event: ev.Silent) -> None:
     """Somebody is silent: have a closer look if there is a culprit."""
-    if job.now_s >= job.inspect_again_s and _find(job, event.evidence) is not None:
+    if job.now_s < job.inspect_again_s:
+        return
+    verdict = _find(job, event.evidence)
+    if verdict is not None and _key(job, verdict) not in job.spared:
         job.inspect_again_s = job.now_s + _INSPECTION_S
         job.out.put(do.Inspect())
 
 
 def on_inspected(job: Job, event: ev.Inspected) -> None:
     """Do something about the culprits, if they still are."""
-    job.inspect_again_s = job.now_s
     verdict = _find(job, event.evidence)
+    job.inspect_again_s = job.now_s + (_INSPECTION_S if verdict is None else 0.0)
     if verdict is None:
         return
     shown = {each.rank: each for each in event.evidence}
+    only = _only_holders(job, verdict)
+    if only:
+        _spare(job, verdict, only, event)
+        return
     if verdict.kind is Kind.LEFT:
         rank, text = next(iter(verdict.culprits.items()))
         _record(job, verdict, event)
@@ -71,8 +80,6 @@ def _find(job: Job, evidence: Sequence[Evidence]) -> Verdict | None:
         verdict = None  # counts mean something only while all are in one world
     if verdict is None and job.phase is Phase.STOPPING:
         verdict = _stragglers(job, known)
-    if verdict is None or (verdict.kind is not Kind.LEFT and not _leaves_one(job, verdict)):
-        return None
     return verdict
 
 
@@ -94,15 +101,53 @@ def _stragglers(job: Job, known: Mapping[int, Evidence]) -> Verdict | None:
     return Verdict(kind=Kind.ABSENT, culprits=culprits) if culprits else None
 
 
-def _leaves_one(job: Job, verdict: Verdict) -> bool:
-    """Whether somebody is left who holds the state; before the first commit there is none."""
-    if verdict.kind is Kind.DEADLOCK or job.recorded == 0:
-        return True
-    return any(member.rank not in verdict.culprits for member in _survivors(job))
+def _only_holders(job: Job, verdict: Verdict) -> list[int]:
+    """The culprits whose part of the state nobody else could give if all culprits were killed.
+    Before the first commit there is no state."""
+    if verdict.kind in (Kind.LEFT, Kind.DEADLOCK) or job.recorded == 0:
+        return []
+    left = {
+        job.protected[member.rank].shard
+        for member in job.membership.survivors()
+        if member.rank not in verdict.culprits and _may_give(member)
+    }
+    return [
+        rank
+        for rank in verdict.culprits
+        if (member := job.membership.holder(rank)) is not None
+        and member.survivor
+        and job.protected[rank].shard not in left
+    ]
 
 
-def _survivors(job: Job) -> list[Member]:
-    return job.membership.survivors()
+def _may_give(member: Member) -> bool:
+    """Whether it has the state of its shard, as far as is known."""
+    return member.holding is None or not member.holding.torn
+
+
+def _spare(job: Job, verdict: Verdict, only: list[int], event: ev.Inspected) -> None:
+    """Say why nothing is done about the culprits."""
+    key = _key(job, verdict)
+    if key in job.spared:
+        return
+    job.spared.add(key)
+    halted = verdict.kind is Kind.STOPPED
+    remedy = "continue it with `kill -CONT`" if halted else "end the job, if it does not go on"
+    where = f"; where all ranks stood is in {event.file}" if event.file else ""
+    job.out.record(
+        "note",
+        key=key,
+        rank=None,
+        text=f"{'; '.join(verdict.culprits.values())}. Nothing is done about it, since nobody else "
+        f"holds the state of {name_ranks(only)}, and it would be lost: {remedy}{where}",
+    )
+
+
+def _key(job: Job, verdict: Verdict) -> str:
+    """Names these processes in this hang."""
+    holders = (job.membership.holder(rank) for rank in verdict.culprits)
+    named = (f"{member.rank}.{member.incarnation}" for member in holders if member is not None)
+    return f"only-copy-{verdict.kind.value}-{','.join(named)}"
 
 
 def _cause(kind: Kind, text: str, shown: Evidence, stacks: Sequence[str]) -> Cause:

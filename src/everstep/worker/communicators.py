@@ -146,6 +146,7 @@ class Communicators:
         self.open[key] = guard
         if not guard.detached:
             self._running[key] = guard
+            self._show_running()
         if self.poisoned:  # the stop came between the check and here, and did not see this guard
             _abort(self._present())
             guard.release(poisoned=True)
@@ -156,9 +157,14 @@ class Communicators:
             self.fail(guard.generation, error)
         guard.release(poisoned=error is not None)
         self._running.pop(id(guard), None)
+        self._show_running()
         if self.poisoned:
             with self._changed:
                 self._changed.notify_all()
+
+    def _show_running(self) -> None:
+        if self.progress is not None:
+            self.progress.inside(self._running)
 
     # ------------------------------------------------------------ failure
 
@@ -251,6 +257,7 @@ class Communicators:
                     left = [guard.operation for guard in self._running.values()]
                     if harmless and len(left) <= _INNER_THREADS:
                         self._running.clear()
+                        self._show_running()
                         break
                 if time.monotonic() >= deadline:
                     names = ", ".join(sorted(left))

@@ -1,12 +1,13 @@
 """Where a worker stands, shown in shared memory.
 
 A file of 4096 bytes in the shared-memory directory, made and removed by the agent, mapped by the
-worker. It is a row of 64-bit integers: the step under way, the phase, the generation, in what the
-main thread waits, and when any of them last changed; then a table with one row for each
-communicator: who it is, how many collectives of it this rank has entered in this generation, and
-the kind and size of the newest. From the counts of all ranks it can be told which rank never
-entered the collective that the others wait in. A store costs a fraction of a microsecond, makes no
-system call, and outlives the process. Each cell is read whole; cells may be one store apart.
+worker. It is a row of 64-bit integers: the step under way, the phase, the generation, whether the
+main thread waits, whether a collective that was entered has not ended, and when the rank last
+moved; then a table with one row for each communicator: who it is, how many collectives of it this
+rank has entered in this generation, and the kind and size of the newest. From the counts of all
+ranks it can be told which rank never entered the collective that the others wait in. A store costs
+a fraction of a microsecond, makes no system call, and outlives the process. Each cell is read
+whole; cells may be one store apart.
 
 The table has room for `ROWS` communicators at a time; what does not fit is counted as `UNLISTED`,
 and a hang in it has no culprit by its counts.
@@ -22,7 +23,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 
 SIZE_BYTES = 4096
@@ -34,15 +35,14 @@ class Cell(enum.IntEnum):
 
     STEP = 0
     PHASE = 1
-    COLLECTIVES = 2
+    INSIDE = 2  # 1: a collective or message that was entered has not ended
     CHANGED_NS = 3
     GENERATION = 4
     WAITING = 5  # 1: the main thread waits for a collective; 0: it does not
-    LAST = 6  # the kind of the newest collective or message, of any communicator
-    STACKS = 7  # 1: the process answers the signal that asks for its stacks
+    STACKS = 6  # 1: the process answers the signal that asks for its stacks
+    DEBUGGED = 7  # 1: a debugger or profiler in this process looks at every call
     MAGIC = 8
-    DEBUGGED = 9  # 1: a debugger or profiler in this process looks at every call
-    UNLISTED = 10  # communicators that found no room in the table
+    UNLISTED = 9  # communicators that found no room in the table
 
 
 FIRST_ROW = 16
@@ -86,22 +86,20 @@ _LAST_MESSAGE = _CODES["recv_anysource"]  # between two ranks; the others of the
 
 
 class Phase(enum.IntEnum):
-    """What a worker is doing. STEP: in the step function, and nothing narrower is known. COMPILE,
-    SAVE and SECTION may take long without a hang."""
+    """What a worker is doing. STEP: in the step function, and nothing narrower is known. COMPILE
+    and SECTION may take long without a hang."""
 
     SETUP = 0
     BETWEEN = 1
     STEP = 2
-    BACKWARD = 3
-    FENCE = 4
-    UPDATE = 5
-    PARKED = 6
-    RECOVER = 7
-    CLOSING = 8
-    FINISHED = 9
-    COMPILE = 10
-    SAVE = 11
-    SECTION = 12
+    FENCE = 3
+    UPDATE = 4
+    PARKED = 5
+    RECOVER = 6
+    CLOSING = 7
+    FINISHED = 8
+    COMPILE = 9
+    SECTION = 10
 
 
 class Progress:
@@ -130,7 +128,7 @@ class Progress:
 
     @step.setter
     def step(self, value: int) -> None:
-        self._cells[9] = sys.gettrace() is not None or sys.getprofile() is not None
+        self._cells[7] = sys.gettrace() is not None or sys.getprofile() is not None
         self._store(0, value)
 
     @property
@@ -141,15 +139,6 @@ class Progress:
     @phase.setter
     def phase(self, value: int) -> None:
         self._store(1, value)
-
-    @property
-    def collectives(self) -> int:
-        """Collectives and messages entered since the process began."""
-        return self._cells[Cell.COLLECTIVES]
-
-    @collectives.setter
-    def collectives(self, value: int) -> None:
-        self._store(2, value)
 
     def _store(self, cell: int, value: int) -> None:
         self._cells[cell] = value
@@ -191,12 +180,17 @@ class Progress:
         every collective, so cells stand as plain numbers here."""
         cells = self._cells
         kind = _CODES.get(operation, 0)
-        cells[2] += 1
-        cells[6] = kind
         if row and not 0 < kind <= _LAST_MESSAGE:
             cells[row + 1] += 1
             cells[row + 2] = elements << KIND_BITS | kind
         cells[3] = time.monotonic_ns()
+
+    def inside(self, running: Sized) -> None:
+        """What has been entered and has not ended has changed to `running`. That something ends is
+        no move of this rank. Any thread: who stores last has looked after its store."""
+        cells = self._cells
+        while cells[2] != bool(running):
+            cells[2] = bool(running)
 
     def waits(self, waiting: bool) -> None:
         """The main thread begins, or ends, to wait for a collective."""

@@ -4,9 +4,10 @@ were aborted.
 Theory of operation. On a device `wait()` blocks a stream, not the host, and a collective fails long
 after its call has returned. So a `StreamWork` has two ends: on the stream, which `wait` puts into
 the script's stream; and on the host, where the `Watch`, one thread a process, sees its event and
-opens the guard. A collective's kernel ends when it is done or when its communicator is aborted. The
-host marks the generation as unclean *before* it aborts anything (`Clean`), so whatever runs on a
-stream behind an aborted collective can read there that it was. That is how outputs are mended:
+opens the guard. If the watch itself fails, all that it awaits fails with it. A collective's kernel
+ends when it is done or when its communicator is aborted. The host marks the generation as unclean
+*before* it aborts anything (`Clean`), so whatever runs on a stream behind an aborted collective can
+read there that it was. That is how outputs are mended:
 
 - a collective that was poisoned when it was launched, or before its `wait`, is filled by the host's
   order, on the script's stream, behind the aborted kernel;
@@ -26,6 +27,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -33,7 +35,7 @@ from typing import Any, Protocol
 import torch
 
 from everstep.worker.accelerator import Accelerator, Event
-from everstep.worker.communicators import Answer, Communicators
+from everstep.worker.communicators import Answer, Communicators, without_frames
 from everstep.worker.guard import Filler, Guard, future_of
 
 _POLL_S = 0.001  # how late the host may learn of an end; a query costs microseconds
@@ -91,7 +93,7 @@ class Watch:
 
     def add(self, source: Source, event: Event, ended: Ended) -> None:
         """Call `ended` on the watch's thread once the stream has come to `event`: with None, or
-        with the error by which the device was lost."""
+        with the error by which the device, or the watch, was lost."""
         with self._changed:
             self._queues.setdefault(source, deque()).append((event, ended))
             if self._thread is None:
@@ -110,11 +112,31 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        self._accelerator.enter()
         while self._awaits():
-            if not self._round():
-                with self._changed:
-                    self._changed.wait(_POLL_S)
+            try:
+                moved = self._round()
+            except Exception as error:  # noqa: BLE001 - all that is awaited is told
+                self._fail(error)
+            else:
+                if not moved:
+                    with self._changed:
+                        self._changed.wait(_POLL_S)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell all that is awaited that it has failed with `error`, for nobody may wait for ever.
+        The thread lives on, for what comes after."""
+        traceback.print_exception(error)  # into the rank's log: there may be nobody to be told
+        error = without_frames(error)
+        with self._changed:
+            queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            while queue:
+                _, ended = queue.popleft()
+                try:
+                    ended(error)
+                except Exception as failure:  # noqa: BLE001 - the others must be told
+                    traceback.print_exception(failure)
+                del ended
 
     def _awaits(self) -> bool:
         """Wait until there is an event to look for; False once there is none and will be none."""
@@ -126,6 +148,7 @@ class Watch:
     def _round(self) -> bool:
         """Look once for all events; whether one had come. A method of its own, so that nothing of a
         source is held while the thread waits."""
+        self._accelerator.enter()  # costs nothing where it has been done
         with self._changed:
             queues = list(self._queues.items())
         moved = [self._advance(source, queue) for source, queue in queues]
