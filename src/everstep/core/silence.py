@@ -102,9 +102,9 @@ def _stragglers(job: Job, known: Mapping[int, Evidence]) -> Verdict | None:
 
 
 def _only_holders(job: Job, verdict: Verdict) -> list[int]:
-    """The culprits whose part of the state nobody else could give if all culprits were killed.
-    Before the first commit there is no state."""
-    if verdict.kind in (Kind.LEFT, Kind.DEADLOCK) or job.recorded == 0:
+    """Those of stopped culprits whose part of the state nobody else could give if all were killed:
+    they may be continued. Before the first commit there is no state."""
+    if verdict.kind is not Kind.STOPPED or job.recorded == 0:
         return []
     left = {
         job.protected[member.rank].shard
