@@ -145,7 +145,7 @@ run.protect(model=model, optimizer=optimizer)
 train = run.step(step)
 for batch in run.batches(until=5):
     train(batch)
-    torch.distributed.new_group([0, 1])
+    torch.distributed.new_group([0])
 """,
         "was made after the first step",
     ),

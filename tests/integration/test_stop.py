@@ -333,7 +333,7 @@ def test_a_stopped_rank_never_sends_what_it_was_filled_with() -> None:
                     grace.start()
                     generation += 1
             done += key == "done"
-            if done == 3:
+            if key == "done" and done == 3:
                 lab.stop(END)
         grace.join()
     assert len(ended) == 3 * LEAK_ROUNDS

@@ -369,10 +369,11 @@ else:
             critic_optimizer.zero_grad()
             loss = -critic(made).mean()
             loss.backward()
+            both = torch.stack([critic_loss.detach(), loss.detach()])
             optimizer.step()
             optimizer.zero_grad()
             critic_optimizer.zero_grad()
-            return torch.stack([critic_loss.detach(), loss.detach()])
+            return both
 
     elif layout == "closure":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
