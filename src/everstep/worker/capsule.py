@@ -37,7 +37,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     of them is returned. `buffers`: rank-local buffers by name. `state`: `run.state`. `log`: what
     was logged since the last commit. `fence`: the fence that the job has agreed on, if it has.
     `local`: objects of the rank alone, by name. `streams`: the states of the generators, where they
-    are carried. `pattern`: that of the collectives of the step before."""
+    are carried. `pattern`: that of the collectives of the step before. `updates`: the most that
+    a step has made."""
 
     step: int
     result: bytes | None
@@ -49,6 +50,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     local: dict[str, bytes] = {}
     streams: bytes | None = None
     pattern: str = ""
+    updates: int = 1
 
 
 def flatten(value: Any) -> list[Any]:

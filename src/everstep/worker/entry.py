@@ -27,6 +27,15 @@ class _Gradient(NamedTuple):
     seen: TensorWeakRef
     version: int
 
+    def changed(self) -> bool:
+        """Whether it was written to, by one who still has it."""
+        grad = self.seen()
+        return grad is not None and version_of(grad) != self.version
+
+    def untouched(self) -> torch.Tensor | None:
+        """The gradient, if it is as it was."""
+        return None if self.changed() else self.seen()
+
     def carried(self) -> bool:
         grad = self.seen()
         return grad is not None and (
@@ -123,6 +132,11 @@ class Entry:
         now = self._digests()
         return [name for name, digest in now.items() if digest != self._buffer_digests[name]]
 
+    def lost(self) -> bool:
+        """Whether the step has changed gradients that it should find again and of which there is no
+        copy, since no step before had carried any."""
+        return any(item.kept is None and item.changed() for item in self._gradients)
+
     def carried(self) -> bool:
         """Whether the step added to gradients that were there at its entry, or zeroed them in
         place."""
@@ -130,15 +144,18 @@ class Entry:
 
     def put_back(self) -> None:
         """Make gradients, rank-local buffers, param_groups and objects what they were."""
+        kept = [
+            item.kept if item.kept is not None else item.untouched() for item in self._gradients
+        ]
         with torch.no_grad():
             for parameter, trained in zip(self._state.parameter_list, self._trained, strict=True):
                 parameter.grad = None
                 if parameter.requires_grad is not trained:  # frozen for a part of the step
                     parameter.requires_grad_(trained)
-            for item in self._gradients:
-                if item.kept is not None and item.copied is not None:
-                    local(item.kept).copy_(local(item.copied))
-                item.parameter.grad = item.kept
+            for item, grad in zip(self._gradients, kept, strict=True):
+                if grad is not None and item.copied is not None:
+                    local(grad).copy_(local(item.copied))
+                item.parameter.grad = grad
             buffers = dict(self._state.buffers())
             for name in self._changed_buffers():
                 put(buffers[name], self._buffers[name])

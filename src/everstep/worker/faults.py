@@ -78,7 +78,7 @@ class Faults:
         places = {spec.at for spec in self._pending}
         leaves = [m for m in module.modules() if next(m.children(), None) is None]
         if "forward" in places and leaves:
-            compiled = any(hasattr(part, "_orig_mod") for part in module.modules())
+            compiled = any(_is_compiled(part) for part in module.modules())
             # A hook inside a compiled model would become a part of it.
             entered = module if compiled else leaves[len(leaves) // 2]
             entered.register_forward_pre_hook(self._in_forward)
@@ -174,3 +174,7 @@ def flip_bit(parameter: torch.Tensor) -> None:
     largest = torch.unravel_index(stored.abs().argmax(), stored.shape)
     element = stored[tuple(int(index) for index in largest)].reshape(1).view(torch.uint8)
     element[max(0, len(element) - 2)] ^= _FLIPPED
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -43,6 +43,8 @@ class Forecast:
         # last one; after a regroup DDP has some more once, so the fewest count.
         self._counts: deque[int] = deque([1], maxlen=4)
         self.wants_fence = False
+        self.updates = 1
+        """The most that a step has made."""
         self.pattern = ""
         """That of the newest whole step's collectives; in a replacement, of a predecessor's."""
 
@@ -110,6 +112,7 @@ class Forecast:
             log={step: dict(scalars) for step, scalars in worker.log.items()},
             fence=attempt.fence,
             pattern=self.pattern,
+            updates=self.updates,
             local=worker.state.own.values(),
             streams=worker.streams(),
         )

@@ -52,6 +52,7 @@ class Gate:
         self._worker, self._fence, self._forecast = worker, fence, forecast
         self._recovery, self._between, self._put_back = recovery, between, put_back
         self._updates = 1  # in a step, as learned
+        self._expected = 1  # the same, as a predecessor has learned
         self._tail = False  # whether collectives follow the last update, as learned
         self.attempt: Attempt | None = None
         """The attempt, or rehearsal, that is under way."""
@@ -68,7 +69,7 @@ class Gate:
         """What a whole attempt, or a rehearsal, shows of those to come."""
         self._tail = len(self._worker.communicators.trace) > attempt.collectives
         if attempt.step <= 1:  # the first step, or a rehearsal
-            self._updates = max(1, attempt.updates)
+            self._updates = max(self._expected, attempt.updates)
         elif attempt.updates > self._updates:
             self._updates = attempt.updates
             self._worker.note(
@@ -76,6 +77,12 @@ class Gate:
                 f"step {attempt.step} made {attempt.updates} updates, more than the steps before; "
                 "from now on a copy of the state is taken in each step, so that they can be undone",
             )
+        self._forecast.updates = self._updates
+
+    def expect(self, updates: int) -> None:
+        """A predecessor of this rank has seen a step make so many."""
+        self._expected = max(self._expected, updates)
+        self._updates = max(self._updates, updates)
 
     def before_collective(self, index: int) -> None:
         """The `index`-th collective of the step is about to be launched."""

@@ -26,6 +26,8 @@ from everstep.worker import checks, codec
 from everstep.worker.own import Own
 from everstep.worker.shards import WHOLE
 
+_GIVEN_BY_SCALER = ("grad_scale", "found_inf")
+
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a manifest. `near`: its device is that of the parameter it belongs to; else the
@@ -262,6 +264,8 @@ class State:
         """Put back what `steering` returned; it stays as it is, so this can be done again."""
         for name, optimizer in self.optimizers.items():
             _load_groups(optimizer, codec.copy(steering.groups[name]))
+            for given in _GIVEN_BY_SCALER:  # to a fused update, and left there by one that was cut
+                optimizer.__dict__.pop(given, None)
         for name, thing in self.objects.items():
             thing.load_state_dict(codec.copy(steering.objects[name]))
             if isinstance(thing, torch.amp.GradScaler):  # where it stood inside a step
@@ -306,6 +310,20 @@ class State:
     def _entry_of(self, prefix: str, parameter: torch.Tensor) -> dict[str, Any]:
         entry: dict[str, Any] = self.optimizers[prefix.split("/", 1)[0]].state[parameter]
         return entry
+
+    def modes(self) -> dict[str, list[str]]:
+        """By module, the names of those parts that are in evaluation mode."""
+        return {
+            prefix: [name for name, part in module.named_modules() if not part.training]
+            for prefix, module in self.modules.items()
+        }
+
+    def set_modes(self, modes: dict[str, list[str]]) -> None:
+        """Put every part into the mode that `modes` returned on a peer."""
+        for prefix, module in self.modules.items():
+            evaluating = set(modes.get(prefix, ()))
+            for name, part in module.named_modules():
+                part.training = name not in evaluating
 
     # ------------------------------------------------------------ making the state fit a donor's
     # manifest

@@ -25,7 +25,7 @@ from everstep.types import Decision
 from everstep.wire import messages
 from everstep.worker import codec
 from everstep.worker.attempt import Attempt, Unwind
-from everstep.worker.batch import exchange
+from everstep.worker.batch import Made, exchange
 from everstep.worker.between import Between
 from everstep.worker.capsule import Contents
 from everstep.worker.communicators import Answer
@@ -107,13 +107,17 @@ class Step:
         worker.place.check_all_called(drawn.step)
         self._between.at_begin(self._state, drawn.step)
         batch = drawn.batch
+        made = Made((args, kwargs), batch.value)
         while True:
             result, outcome = self._try(drawn.step, args, kwargs, batch)
             if outcome is None:
+                if drawn.step <= _LEARNING_STEPS:
+                    made.refuse_changed(drawn.step)
                 return result
             if outcome.step == drawn.step:
                 return self._resume(outcome)
             assert outcome.step == drawn.step - 1, "ranks are never more than one step apart"
+            made.refuse_changed(drawn.step)
             fresh = worker.draw(drawn.step)
             args, kwargs = exchange((args, kwargs), batch.value, fresh.value)
             batch = fresh
@@ -268,7 +272,7 @@ class Step:
             worker.communicators.hold(error)
         if attempt.step == 1:
             return self._recovery.run(torn=True, settle=lambda: self._relearn(args, kwargs))
-        torn = attempt.torn or (attempt.passed and attempt.undo is None)
+        torn = attempt.torn or (attempt.passed and attempt.undo is None) or attempt.entry.lost()
         return self._recovery.run(torn=torn, settle=lambda: self._put_back(attempt))
 
     def _relearn(self, args: Any, kwargs: Any) -> None:
@@ -335,14 +339,18 @@ class Step:
         if capsule is not None:
             contents = msgspec.msgpack.decode(capsule, type=Contents)
             self._forecast.pattern = contents.pattern
+            self._gate.expect(contents.updates)
             self._take(contents)
 
     def _take(self, capsule: Contents) -> None:
         """What the rank had of its own after the capsule's step."""
-        buffers = dict(self._state.buffers())
+        buffers, state = dict(self._state.buffers()), self._state
+        if capsule.step > 1:  # in the first it is not known yet which change
+            known = {*state.changing, *capsule.buffers}
+            state.changing = tuple(name for name in buffers if name in known)
         with torch.no_grad():
             for name, data in capsule.buffers.items():
-                if name in self._state.changing:
+                if name in state.changing:
                     local(buffers[name]).copy_(codec.decode(data))
         self._worker.values.clear()
         self._worker.values.update(codec.decode(capsule.state))
@@ -371,7 +379,11 @@ class Step:
             if self._worker.communicators.tape is not None:
                 self._worker.communicators.tape.rehearse(passes)
             if not self._rehearse_once(args, kwargs):
-                break
+                if self._worker.communicators.tape is None:
+                    break
+                # What was told in another step may be what it stumbled over.
+                self._worker.communicators.tape = None
+                continue
             trace = list(self._worker.communicators.trace)
             if trace == before or (passes > 1 and pattern_of(trace) == wanted):
                 break

@@ -37,13 +37,14 @@ class ReceiptError(EverstepError):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a source says before its stripe. `manifest` and `leaves` come from the first source
-    only."""
+    """What a source says before its stripe. `manifest`, `leaves` and `modes` (which parts of the
+    modules evaluate) come from the first source only."""
 
     digest: str
     nbytes: int
     manifest: list[Spec] | None
     leaves: Leaves | None
+    modes: dict[str, list[str]] | None = None
 
 
 def stripe(nbytes: int, index: int, count: int) -> tuple[int, int]:
@@ -139,6 +140,7 @@ def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) 
             nbytes=stream.nbytes,
             manifest=[spec for spec, _ in replicas] if index == 0 else None,
             leaves=leaves if index == 0 else None,
+            modes=state.modes() if index == 0 else None,
         )
         _send_bytes(group, msgspec.msgpack.encode(header), sink)
         for start, end in chunks(*stripe(stream.nbytes, index, count)):
@@ -186,6 +188,7 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
             held,
         )
     _load(state, leaves)
+    state.set_modes(headers[0].modes or {})
     state.at_commit = state.steering()
     digest = digest_of(targets, state.leaves().digest())
     for source, header in zip(sources, headers, strict=True):
