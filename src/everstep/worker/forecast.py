@@ -71,10 +71,11 @@ class Forecast:
         if attempt.rehearsal:
             return
         captured = attempt.before_gate = attempt.captured
-        if captured is None or captured.result is None or attempt.fence in ("early", "late"):
-            self.capture(attempt)
-        elif self._moved(attempt, captured):
+        moved = captured is not None and self._moved(attempt, captured)
+        if moved and attempt.fence is None:
             self.wants_fence = True
+        fenced = attempt.fence in ("early", "late")
+        if moved or fenced or captured is None or captured.result is None:
             self.capture(attempt)
 
     def _moved(self, attempt: Attempt, captured: Contents) -> bool:
