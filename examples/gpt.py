@@ -5,7 +5,10 @@
     torchrun --nproc-per-node 4 examples/gpt.py     (the same training, unprotected)
     python examples/gpt.py                          (one rank of it, unprotected)
 
-Ordinary training code under DDP. Six of its lines are everstep's; they end in `# everstep`.
+    everstep run --nproc-per-node 4 examples/gpt.py --shards 2     (FSDP2, replicated twice)
+
+Ordinary training code under DDP or FSDP2. Six of its lines are everstep's; they end in
+`# everstep`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import sysconfig
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -110,9 +116,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=int, default=10, help="steps until the full learning rate")
+    parser.add_argument("--shards", type=int, default=1, help="cut the model over so many ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=int, default=0, help="bytes of text to write at the end")
     return parser.parse_args()
+
+
+def shard(gpt: GPT, shards: int) -> nn.Module:
+    """`gpt` under FSDP2: cut over `shards` ranks, and every piece held by the rest as well."""
+    replicas = dist.get_world_size() // shards
+    device, names = gpt.tokens.weight.device.type, ("replicate", "shard")
+    mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=names)
+    for parameter in gpt.parameters():
+        dist.broadcast(parameter.detach(), src=0)  # what DDP does by itself
+    for block in gpt.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(gpt, mesh=mesh)
 
 
 def main() -> None:
@@ -123,7 +142,7 @@ def main() -> None:
 
     gpt = GPT(args.width, args.layers, heads=4, context=args.context, dropout=0.1)
     gpt.to(run.device)
-    model = DistributedDataParallel(gpt)
+    model = shard(gpt, args.shards) if args.shards > 1 else DistributedDataParallel(gpt)
     optimizer = AdamW(model.parameters(), lr=args.lr)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, args.warmup)))
     dataset = TextDataset(args.context, limit_bytes=2_000_000)
