@@ -148,9 +148,9 @@ def test_a_worker_ends_and_the_run_goes_on(job: Job, kind: str, at: str) -> None
 
 
 def test_where_it_stood_is_said(job: Job) -> None:
-    job.run("kill:rank=1,step=3")
+    job.run("kill:rank=1,step=3,at=optimizer")
     (opened,) = job.watcher.of("incident_opened")
-    assert opened["cause"]["text"] == "rank 1 was killed by SIGKILL in step 3 (backward)"
+    assert opened["cause"]["text"] == "rank 1 was killed by SIGKILL in step 3 (optimizer)"
 
 
 def test_every_way_to_fail_in_one_run(job: Job) -> None:
