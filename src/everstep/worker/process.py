@@ -14,6 +14,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
+
 from everstep.errors import EverstepError, UserError
 from everstep.types import Cause, CauseKind
 from everstep.wire import messages
@@ -97,8 +99,9 @@ def _located(error: UserError) -> str:
 
 
 def _ours(filename: str) -> bool:
-    package = str(Path(__file__).resolve().parents[1])
-    return filename.startswith((package, "<frozen")) or "runpy" in filename
+    """Not the script's: everstep's, torch's (which calls back into everstep), the interpreter's."""
+    packages = str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).parent)
+    return filename.startswith((*packages, "<frozen")) or "runpy" in filename
 
 
 def _exit_code(leaving: SystemExit) -> int:
