@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.nn.parallel import DistributedDataParallel
 
 import everstep
+from everstep.worker import process
 
 case = set(sys.argv[1].split("-"))
 folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path()
@@ -128,10 +129,17 @@ def note(value: float) -> int:
     return run.state["notes"]  # type: ignore[no-any-return]
 
 
-def tell(what: str) -> None:
+def tell(attempt: int, what: str) -> None:
     """Write to a diary that all ranks share."""
     with open(folder / "diary", "a") as file:
-        file.write(f"{run.committed} {run.rank} {what}\n")
+        file.write(f"{attempt} {run.committed} {run.rank} {what}\n")
+
+
+def generation() -> int:
+    """What tells one attempt from the next, on all ranks alike."""
+    worker: Any = process._worker
+    number: int = worker.communicators.generation
+    return number
 
 
 def wait_for_fault(place: str) -> None:
@@ -147,13 +155,14 @@ def wait_for_fault(place: str) -> None:
 @run.section
 def save() -> str:
     """All ranks save their part; a checkpoint is there when its last line is."""
-    tell("begins")
+    attempt = generation()
+    tell(attempt, "begins")
     part = folder / f"part-{run.committed}-{run.rank}"
     scratch = part.with_suffix(".tmp")
     with open(scratch, "wb") as file:
         wait_for_fault("written")
         torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    tell("ends")
+    tell(attempt, "ends")
     come_by("written")
     scratch.replace(part)
     come_by("renamed")
