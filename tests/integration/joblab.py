@@ -69,7 +69,9 @@ def run_script(
     on_record: Callable[[dict[str, Any]], None] = lambda _: None,
     **settings: Any,
 ) -> Result:
-    """Run `script` to its end and read what it wrote. Blocks."""
+    """Run `script` to its end and read what it wrote in `folder`, which is made if it is not there.
+    Blocks."""
+    folder.mkdir(exist_ok=True)
     run_id = f"t{os.getpid()}-{len(list(folder.iterdir()))}"
     options: dict[str, Any] = {"lift_budgets": True, "record": True, **settings}
     keeper = _Keeper(on_record)

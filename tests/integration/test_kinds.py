@@ -15,8 +15,6 @@ KINDS = SCRIPTS / "kinds.py"
 @pytest.mark.parametrize("case", ["plain", "unpacked", "extra", "scaler", "norm", "nothing"])
 def test_it_is_exact(case: str, tmp_path: Path) -> None:
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     faults = (
         "kill:rank=1,step=4,at=backward",
         "raise:rank=2,step=5,at=fence",
@@ -38,8 +36,6 @@ def test_state_changed_after_the_update_is_exact_once_the_step_has_returned(
     tmp_path: Path,
 ) -> None:
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     faults = ("kill:rank=1,step=4,at=backward", "kill:rank=2,step=7,at=between")
     clean = run_script(folders[0], "state-late", script=KINDS, nproc=3)
     result = run_script(folders[1], "state-late", script=KINDS, nproc=3, faults=faults)
@@ -69,8 +65,6 @@ def test_it_is_refused(case: str, says: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_parameters_that_are_frozen_for_a_part_of_the_step(tmp_path: Path) -> None:
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     faults = ("kill:rank=1,step=4,at=optimizer", "raise:rank=2,step=6,at=fence")
     clean = run_script(folders[0], "frozen", script=KINDS, nproc=4)
     result = run_script(folders[1], "frozen", script=KINDS, nproc=4, faults=faults)
@@ -103,8 +97,6 @@ def test_what_cannot_be_put_back_is_not_done_twice(tmp_path: Path) -> None:
 def test_a_second_update_that_comes_late_is_never_half_done(tmp_path: Path) -> None:
     """From step 4 on there are two updates; step 4 itself is not covered, and the later are."""
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     faults = ("kill:rank=1,step=6,at=backward", "kill:rank=2,step=8,at=optimizer")
     clean = run_script(folders[0], "second-later", script=KINDS, nproc=3)
     result = run_script(folders[1], "second-later", script=KINDS, nproc=3, faults=faults)
@@ -123,8 +115,6 @@ def test_leaving_by_exit_inside_a_step_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_buffer_that_starts_to_change_later_is_exact_soon_after(tmp_path: Path) -> None:
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     faults = ("raise:rank=1,step=8,at=backward", "kill:rank=2,step=9,at=backward")
     clean = run_script(folders[0], "late-buffer", script=KINDS, nproc=3)
     result = run_script(folders[1], "late-buffer", script=KINDS, nproc=3, faults=faults)

@@ -29,8 +29,6 @@ MOODS = SCRIPTS / "moods.py"
 )
 def test_it_is_the_same_run(case: str, faults: tuple[str, ...], tmp_path: Path) -> None:
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     clean = run_script(folders[0], case, script=MOODS, nproc=3)
     result = run_script(folders[1], case, script=MOODS, nproc=3, faults=faults)
     assert_same_run(clean, result)
@@ -49,8 +47,6 @@ def test_gradients_that_are_carried_from_some_step_on_are_never_dropped(tmp_path
     """There is no copy yet in the first step that adds to those of the step before: the run ends,
     unless a rank was a step behind, from where all can go on."""
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     clean = run_script(folders[0], "carried", script=MOODS, nproc=3)
     faults = ("kill:rank=1,step=6",)
     result = run_script(folders[1], "carried", script=MOODS, nproc=3, faults=faults)

@@ -22,8 +22,6 @@ FRAIL = SCRIPTS / "frail.py"
 @pytest.mark.parametrize("when", ["import", "setup", "rehearsal", "joined"])
 def test_the_joiner_is_killed_while_it_joins(when: str, tmp_path: Path) -> None:
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     clean = run_script(folders[0], "--when", "never", script=FRAIL, nproc=3)
     fault = "kill:rank=1,step=4,at=backward"
     result = run_script(
@@ -42,8 +40,6 @@ def test_the_joiner_is_killed_while_it_joins(when: str, tmp_path: Path) -> None:
 def test_a_death_after_the_last_step(tmp_path: Path) -> None:
     """The peers have left their loops, and wait with the final state until everybody has ended."""
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     clean = run_script(folders[0], "--when", "never", script=FRAIL, nproc=3)
     result = run_script(folders[1], "--when", "after", "--incarnations", "1", script=FRAIL, nproc=3)
     assert_same_run(clean, result)
@@ -57,8 +53,6 @@ def test_a_result_that_nobody_can_have_again_is_nan(option: str, tmp_path: Path)
     """What is made after the update is lost with a rank that dies in it: NaN, and said. The state
     is exact all the same."""
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     clean = run_script(folders[0], option)
     fault = "kill:rank=1,step=6,at=optimizer"
     result = run_script(folders[1], option, faults=(fault,))
@@ -90,8 +84,6 @@ def test_replacements_that_never_make_it_end_the_job(tmp_path: Path) -> None:
 def test_kills_from_outside_at_any_moment(seed: int, tmp_path: Path) -> None:
     """SIGKILL by pid, at moments that no place names: also in recoveries, also two at once."""
     folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     clean = run_script(folders[0], "--steps", "40", "--batchnorm")
     draw = random.Random(seed)
     pids: dict[int, int] = {}

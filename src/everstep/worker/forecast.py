@@ -71,11 +71,13 @@ class Forecast:
         if attempt.rehearsal:
             return
         captured = attempt.before_gate = attempt.captured
-        moved = captured is not None and self._moved(attempt, captured)
+        if captured is None or attempt.fence in ("early", "late"):
+            self.capture(attempt)
+            return
+        moved = self._moved(attempt, captured)
         if moved and attempt.fence is None:
             self.wants_fence = True
-        fenced = attempt.fence in ("early", "late")
-        if moved or fenced or captured is None or captured.result is None:
+        if moved or captured.result is None:
             self.capture(attempt)
 
     def _moved(self, attempt: Attempt, captured: Contents) -> bool:
