@@ -316,3 +316,16 @@ def test_a_digest_is_one_of_content_not_of_layout() -> None:
     tensor = torch.arange(6.0).reshape(2, 3)
     assert digest_of([tensor.t().contiguous().t()]) == digest_of([tensor])
     assert digest_of([tensor], b"x") != digest_of([tensor])
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_scaler_is_put_back_whether_it_is_enabled_or_not(enabled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = State({"model": model, "optimizer": optimizer, "scaler": scaler})
+    scaler.scale(torch.ones(()))
+    steering = state.steering()
+    scaler.update(16.0)
+    state.load_steering(steering)
+    assert scaler.get_scale() == (4.0 if enabled else 1.0)

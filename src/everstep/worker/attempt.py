@@ -8,6 +8,7 @@ from everstep.worker.entry import Entry, Undo
 
 if TYPE_CHECKING:
     from everstep.worker.capsule import Contents
+    from everstep.worker.foundinf import Passage
     from everstep.worker.recovery import Outcome
 
 
@@ -42,6 +43,11 @@ class Attempt:
         self.undo: Undo | None = None
         self.fence: str | None = None
         """The fence, once agreed: one of fence.KINDS."""
+        self.passage: Passage | None = None
+        """Of an update that the device decides on."""
+        self.updated = 0
+        """Where there is a device: `between.versions` of the state when the last update was
+        launched."""
         self.collectives = 0
         """How many collectives came before the last gate."""
         self.outcome: Outcome | None = None

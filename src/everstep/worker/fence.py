@@ -7,7 +7,8 @@ world stands before the last update (`early`): if any rank has passed it, all ha
 everything they need for the step, so that each can make it by itself. Where the update itself
 communicates or runs the model (LBFGS, ZeroRedundancyOptimizer), or the script asks for it
 (`run.step(undo=True)`), it stands at the end of the function (`late`), and what the updates change
-is copied before, so that it can be undone.
+is copied before, so that it can be undone. Where all ranks train on devices the early fence is a
+collective of the devices (`device`), which the host need not wait for (foundinf.py).
 
 Each rank learns in the first step which it wants; in the second all agree on the largest. With it
 goes a check that the replicas are what the shard keys say: equal after a step of training.
@@ -28,7 +29,8 @@ from everstep.worker.runtime import Worker
 from everstep.worker.shards import WHOLE
 from everstep.worker.state import digest_of
 
-KINDS = ("none", "early", "late")
+KINDS = ("none", "early", "device", "late")
+FENCES = KINDS[1:]
 
 
 class Fence:
@@ -74,6 +76,7 @@ class Fence:
         stored = [tensor for _, tensor in state.replicas()]
         values = state.leaves(state.at_commit).digest()
         own = [self.wish, _number(state.shard.encode()), _number(b"", stored), _number(values)]
+        own.append(int(worker.device is not None))
         cells = torch.tensor(own, dtype=torch.int64)
         size = worker.spec.world_size
         everybody = torch.zeros(size * len(own), dtype=torch.int64)
@@ -82,18 +85,27 @@ class Fence:
             return None
         rows: list[list[int]] = everybody.view(size, len(own)).tolist()
         _check_replicas(rows, worker.spec.rank, state.shard)
-        return KINDS[max(row[0] for row in rows)]
+        kind = KINDS[max(row[0] for row in rows)]
+        return "device" if kind == "early" and all(row[-1] for row in rows) else kind
+
+    def launch(self, cell: torch.Tensor) -> Any:
+        """Sum a device's int32 over all ranks, in place; returns the Work. Does not block."""
+        return self._launch("allreduce", [cell], dist.AllreduceOptions())
 
     def _alone(self, operation: str, *arguments: Any) -> None:
+        self._launch(operation, *arguments).wait()
+
+    def _launch(self, operation: str, *arguments: Any) -> Any:
         """A collective of everstep's own, which is no part of the step's trace, nor of the tape."""
         communicators = self._worker.communicators
         before, communicators.before_launch = communicators.before_launch, None
         tape, communicators.tape = communicators.tape, None
         try:
-            getattr(self._worker.world, operation)(*arguments).wait()
+            work = getattr(self._worker.world, operation)(*arguments)
         finally:
             communicators.before_launch, communicators.tape = before, tape
         communicators.trace.pop()
+        return work
 
 
 def _number(data: bytes, tensors: list[torch.Tensor] | None = None) -> int:
@@ -101,7 +113,8 @@ def _number(data: bytes, tensors: list[torch.Tensor] | None = None) -> int:
 
 
 def _check_replicas(rows: list[list[int]], rank: int, shard: str) -> None:
-    """`rows`: by rank, its wish, and numbers for its shard key, its tensors, its other values."""
+    """`rows`: by rank, its wish, numbers for its shard key, its tensors, its other values, and
+    whether it has a device."""
     same = [peer for peer, row in enumerate(rows) if row[1] == rows[rank][1]]
     for column, what, reasons in (
         (2, "tensors", _TENSORS_DIFFER),

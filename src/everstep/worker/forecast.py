@@ -18,6 +18,7 @@ from everstep.wire import messages
 from everstep.worker import codec
 from everstep.worker.attempt import Attempt
 from everstep.worker.capsule import Contents, ResultReader, encode_result
+from everstep.worker.fence import FENCES
 from everstep.worker.runtime import Worker
 from everstep.worker.state import local
 
@@ -71,7 +72,7 @@ class Forecast:
         if attempt.rehearsal:
             return
         captured = attempt.before_gate = attempt.captured
-        if captured is None or attempt.fence in ("early", "late"):
+        if captured is None or attempt.fence in FENCES:
             self.capture(attempt)
             return
         moved = self._moved(attempt, captured)

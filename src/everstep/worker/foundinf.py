@@ -41,7 +41,71 @@ _STOP_POLL_S = 0.05  # how late a waiting host notices a stop, where no event co
 AllReduce = Callable[[torch.Tensor], Any]
 
 
-class Passage:
+def _nothing(_: torch.Tensor) -> None:
+    return None
+
+
+class Verdict:
+    """Whether all that a rank needs for its update was there when the stream came to it. Main
+    thread."""
+
+    def __init__(
+        self, device: Device, communicators: Communicators, own: torch.Tensor, whole: int
+    ) -> None:
+        """`own`: int32 of one element on the device, 1 if the rank's collectives were whole when
+        the stream came there. `decide` follows."""
+        accelerator = device.accelerator
+        self._device, self._communicators, self._whole = device, communicators, whole
+        self._own, self._all = accelerator.host_cell(0), accelerator.host_cell(0)
+        self._known = threading.Event()
+        self._error: BaseException | None = None
+        accelerator.launch(lambda: self._own.copy_(own, non_blocking=True))
+
+    def decide(self, cell: torch.Tensor, then: Callable[[torch.Tensor], None] = _nothing) -> None:
+        """Put on the stream: let through if `cell` holds `whole` there. `then` is given that, as a
+        tensor on the device, in the same launch."""
+
+        def launched() -> None:
+            with torch.no_grad():
+                clean = cell == self._whole
+                then(clean)
+                self._all.copy_(clean.to(torch.int32), non_blocking=True)
+
+        self._device.accelerator.launch(launched)
+        self._device.watch.add(self, self._device.accelerator.here(), self._learn)
+
+    def probe(self) -> None:
+        """See streams.Source. What fails is a collective's, not this copy's."""
+
+    def _learn(self, error: BaseException | None) -> None:
+        self._error = error
+        self._known.set()
+
+    def confirm(self, quiesce_timeout_s: float) -> bool:
+        """Whether the device let the update through. Blocks until it is known; after a stop, until
+        the aborted collectives have ended, and at most `quiesce_timeout_s` longer. Raises
+        QuiesceTimeout where it can't be known."""
+        while not self._known.wait(_STOP_POLL_S):
+            if self._communicators.poisoned:
+                self._communicators.quiesce(quiesce_timeout_s)
+                if not self._known.wait(quiesce_timeout_s):
+                    raise QuiesceTimeout(
+                        "the device did not come to the update within "
+                        f"{quiesce_timeout_s:g} s after the collectives had ended"
+                    )
+        if self._error is not None:
+            raise QuiesceTimeout(f"the device is lost: {self._error}") from self._error
+        return bool(self._all.item())
+
+    @property
+    def came_whole(self) -> bool:
+        """Once confirmed: whether this rank has what it needs for the step, whatever became of the
+        others. The device knows better than the host, which may have been stopped before it saw
+        that a collective had ended."""
+        return bool(self._own.item())
+
+
+class Passage(Verdict):
     """One update that the device decides on. Main thread."""
 
     def __init__(
@@ -49,15 +113,11 @@ class Passage:
         device: Device,
         communicators: Communicators,
         optimizer: torch.optim.Optimizer,
-        cell: torch.Tensor,
+        own: torch.Tensor,
         whole: int,
     ) -> None:
-        """The update happens if `cell` holds `whole` when the stream comes here."""
-        accelerator = device.accelerator
-        self._communicators, self._optimizer = communicators, optimizer
-        self._verdict = accelerator.host_cell(0)
-        self._known = threading.Event()
-        self._error: BaseException | None = None
+        super().__init__(device, communicators, own, whole)
+        self._optimizer = optimizer
         self._scale = getattr(optimizer, "grad_scale", None)
         self._theirs = getattr(optimizer, "found_inf", None)  # GradScaler's
         self._gradients: list[tuple[torch.Tensor, torch.Tensor, int]] = [
@@ -70,27 +130,21 @@ class Passage:
             {key: codec.copy(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        found = torch.zeros((), dtype=torch.float32, device=accelerator.device)
+        self._found = torch.zeros((), dtype=torch.float32, device=device.accelerator.device)
+        self._attached = False
 
-        def decide() -> None:
-            with torch.no_grad():
-                clean = cell == whole
-                found.copy_(clean.logical_not().reshape(()))
-                if self._theirs is not None:
-                    torch.maximum(found, self._theirs, out=found)
-                self._verdict.copy_(clean.to(torch.int32), non_blocking=True)
+    def attach(self, cell: torch.Tensor) -> None:
+        """The update that is launched next happens if `cell` holds `whole` when the stream comes
+        here."""
 
-        accelerator.launch(decide)
-        device.watch.add(self, accelerator.here(), self._learn)
+        def leave_out(clean: torch.Tensor) -> None:
+            self._found.copy_(clean.logical_not().reshape(()))
+            if self._theirs is not None:
+                torch.maximum(self._found, self._theirs, out=self._found)
+
+        self.decide(cell, leave_out)
         self._attached = True
-        optimizer.found_inf = found  # type: ignore[attr-defined]
-
-    def probe(self) -> None:
-        """See streams.Source. What fails is a collective's, not this copy's."""
-
-    def _learn(self, error: BaseException | None) -> None:
-        self._error = error
-        self._known.set()
+        self._optimizer.found_inf = self._found  # type: ignore[attr-defined]
 
     def updated(self) -> None:
         """The update is launched: the optimizer is as the script made it again. Once or more."""
@@ -103,21 +157,9 @@ class Passage:
             self._optimizer.found_inf = self._theirs  # type: ignore[attr-defined]
 
     def confirm(self, quiesce_timeout_s: float) -> bool:
-        """Whether the device let the update through. Blocks until it is known; after a stop, until
-        the aborted collectives have ended, and at most `quiesce_timeout_s` longer. Raises
-        QuiesceTimeout where it can't be known."""
+        """See Verdict."""
         self.updated()
-        while not self._known.wait(_STOP_POLL_S):
-            if self._communicators.poisoned:
-                self._communicators.quiesce(quiesce_timeout_s)
-                if not self._known.wait(quiesce_timeout_s):
-                    raise QuiesceTimeout(
-                        "the device did not come to the update within "
-                        f"{quiesce_timeout_s:g} s after the collectives had ended"
-                    )
-        if self._error is not None:
-            raise QuiesceTimeout(f"the device is lost: {self._error}") from self._error
-        return bool(self._verdict.item())
+        return super().confirm(quiesce_timeout_s)
 
     def can_redo(self) -> bool:
         """Whether the gradients are still what they were."""
@@ -183,13 +225,31 @@ class DeviceGate:
     def open(self, optimizer: torch.optim.Optimizer, *, fence: bool) -> Passage:
         """In the optimizer's pre-hook: put on the stream all that decides whether its update
         happens. Does not wait for the device. `fence`: all ranks must have come here."""
+        own = self._own_part()
+        passage = Passage(self._device, self._communicators, optimizer, own, self._whole(fence))
+        passage.attach(self._sum(own) if fence else own)
+        return passage
+
+    def ask(self) -> Verdict:
+        """As `open` with a fence, for an update that the host launches when it knows."""
+        own = self._own_part()
+        verdict = Verdict(self._device, self._communicators, own, self._whole(fence=True))
+        verdict.decide(self._sum(own))
+        return verdict
+
+    def _own_part(self) -> torch.Tensor:
         for guard in list(self._communicators.open.values()):
             _line_up(guard)
-        cell = self._device.clean(self._communicators.generation).read()
-        if fence:
-            _line_up(self._all_reduce(cell))
-        whole = self._size if fence else 1
-        return Passage(self._device, self._communicators, optimizer, cell, whole)
+        return self._device.clean(self._communicators.generation).read()
+
+    def _sum(self, own: torch.Tensor) -> torch.Tensor:
+        cell = torch.empty_like(own)
+        self._device.accelerator.launch(lambda: cell.copy_(own))
+        _line_up(self._all_reduce(cell))
+        return cell
+
+    def _whole(self, fence: bool) -> int:
+        return self._size if fence else 1
 
 
 def _line_up(work: Any) -> None:

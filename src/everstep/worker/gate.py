@@ -9,6 +9,11 @@ the agent (forecast.py). Updates that come before the fence are undone from a co
 A rank whose fence fails with all its own collectives whole waits here for the decision: it makes
 the step by itself if any peer has, or leaves the function.
 
+On a device the update need not wait for the host where the optimizer can leave it out by itself
+(foundinf.py): then all of this is decided when the function is over (`confirm`). That is done once
+a step has shown that nothing protected is changed after its update, and that what it returns is
+known before: so an update that was left out can be made after all, or forgotten.
+
 Does not know: what is done before and after an attempt (transaction.py).
 """
 
@@ -25,11 +30,12 @@ from torch.optim.optimizer import (
 from everstep.errors import UserError
 from everstep.types import Decision
 from everstep.worker.attempt import Attempt, Unwind
-from everstep.worker.between import Between
+from everstep.worker.between import Between, versions
 from everstep.worker.communicators import Answer
 from everstep.worker.entry import Undo
-from everstep.worker.fence import Fence
+from everstep.worker.fence import FENCES, Fence
 from everstep.worker.forecast import Forecast
+from everstep.worker.foundinf import DeviceGate
 from everstep.worker.progress import Phase
 from everstep.worker.recovery import Recovery
 from everstep.worker.runtime import Worker
@@ -54,6 +60,8 @@ class Gate:
         self._updates = 1  # in a step, as learned
         self._expected = 1  # the same, as a predecessor has learned
         self._tail = False  # whether collectives follow the last update, as learned
+        self._quiet = False  # whether the update is the last thing done to the state, as learned
+        self._devices: DeviceGate | None = None
         self.attempt: Attempt | None = None
         """The attempt, or rehearsal, that is under way."""
         register_optimizer_step_pre_hook(self._before_update)
@@ -68,6 +76,7 @@ class Gate:
     def learn(self, attempt: Attempt) -> None:
         """What a whole attempt, or a rehearsal, shows of those to come."""
         self._tail = len(self._worker.communicators.trace) > attempt.collectives
+        self._quiet = self._is_quiet(attempt) and not self._tail
         if attempt.step <= 1:  # the first step, or a rehearsal
             self._updates = max(self._expected, attempt.updates)
         elif attempt.updates > self._updates:
@@ -78,6 +87,11 @@ class Gate:
                 "from now on a copy of the state is taken in each step, so that they can be undone",
             )
         self._forecast.updates = self._updates
+
+    def _is_quiet(self, attempt: Attempt) -> bool:
+        state = self._state
+        alone = attempt.updates == self._updates == 1 and not attempt.rehearsal
+        return alone and not state.late and versions(state) == attempt.updated
 
     def expect(self, updates: int) -> None:
         """A predecessor of this rank has seen a step make so many."""
@@ -109,7 +123,7 @@ class Gate:
         last = attempt.updates >= self._updates and attempt.fence != "late"
         if not last and attempt.undo is None and attempt.step > 1:
             attempt.undo = Undo(self._state)
-        self.meet(attempt, last=last)
+        self.meet(attempt, last=last, optimizer=optimizer)
         self._worker.phase(Phase.UPDATE)
         self._worker.faults.fire("optimizer")
 
@@ -126,6 +140,10 @@ class Gate:
             return
         communicates = len(self._worker.communicators.trace) > attempt.inside
         attempt.inside = None
+        if attempt.passage is not None:
+            attempt.passage.updated()
+        if self._worker.device is not None:
+            attempt.updated = versions(self._state)
         if communicates:
             self._want_late(attempt)
         if attempt.passed:
@@ -140,11 +158,14 @@ class Gate:
                 "the first step did not, so it could not be undone; use @run.step(undo=True)"
             )
 
-    def meet(self, attempt: Attempt, *, last: bool) -> None:
-        """Let the update pass if all collectives of this attempt ended; else leave the function."""
+    def meet(self, attempt: Attempt, *, last: bool, optimizer: Any = None) -> None:
+        """Let the update pass if all collectives of this attempt ended; else leave the function.
+        `optimizer`: whose update it is; None at the end of the function."""
         worker = self._worker
         communicators = worker.communicators
-        communicators.drain()
+        by_device = last and self._can_leave_to_device(attempt, optimizer)
+        if not by_device:
+            communicators.drain()
         worker.phase(Phase.FENCE)
         broken = communicators.touched
         if not attempt.passed:
@@ -153,11 +174,19 @@ class Gate:
             self._check_met(attempt)
             self._forecast.at_gate(attempt)
         worker.faults.fire("fence")
-        if last and not broken and attempt.fence in ("early", "late"):
-            self._fence.enter()
-        if broken or (communicators.poisoned and not (last and self._may_advance(attempt))):
+        if by_device:
+            if not broken and self._leave_to_device(attempt, optimizer):
+                self._seal(attempt, last=True)
+                return
+            communicators.drain()
+            broken = communicators.touched
+        all_met = True
+        if last and not broken and attempt.fence in FENCES:
+            all_met = self._enter(attempt)
+        failed = communicators.poisoned or not all_met
+        if broken or (failed and not (last and self._may_advance(attempt))):
             raise Unwind
-        if communicators.poisoned:
+        if failed:
             outcome = self._recovery.run(
                 torn=attempt.torn,
                 can_advance=not attempt.torn,
@@ -167,6 +196,10 @@ class Gate:
                 attempt.outcome = outcome
                 raise Unwind
             communicators.cut_off = True  # peers have made the step: nobody meets this rank in it
+        self._seal(attempt, last=last)
+
+    def _seal(self, attempt: Attempt, *, last: bool) -> None:
+        communicators = self._worker.communicators
         attempt.passed, attempt.sealed = True, last
         attempt.entry.at_gate()
         attempt.collectives = len(communicators.trace)
@@ -174,6 +207,77 @@ class Gate:
         if last and attempt.fence != "none":
             attempt.undo = None  # all ranks make the step: nothing of it is undone any more
         communicators.answer = Answer.NANS if attempt.undo is None else Answer.ZEROS
+
+    # ------------------------------------------------------------ where there is a device
+
+    def _device_gate(self) -> DeviceGate:
+        worker = self._worker
+        assert worker.device is not None
+        if self._devices is None:
+            self._devices = DeviceGate(
+                worker.device,
+                worker.communicators,
+                self._fence.launch,
+                world_size=worker.spec.world_size,
+            )
+        return self._devices
+
+    def _enter(self, attempt: Attempt) -> bool:
+        """The fence. False: some rank did not come there whole, and the stop is on its way."""
+        if attempt.fence != "device":
+            self._fence.enter()
+            return True
+        verdict = self._device_gate().ask()
+        return verdict.confirm(self._worker.spec.quiesce_timeout_s)
+
+    def _can_leave_to_device(self, attempt: Attempt, optimizer: Any) -> bool:
+        return (
+            self._worker.device is not None
+            and optimizer is not None
+            and self._quiet
+            and attempt.updates == 1
+            and attempt.fence in ("none", "device")
+            and not self._worker.communicators.touched
+            and self._device_gate().takes(optimizer)
+        )
+
+    def _leave_to_device(self, attempt: Attempt, optimizer: Any) -> bool:
+        """Launch what decides whether the update happens. False, if the host has to decide."""
+        captured = attempt.captured
+        foreseen = captured is not None and captured.result is not None
+        if self._worker.communicators.poisoned or attempt.torn or not foreseen:
+            return False
+        fence = attempt.fence == "device"
+        attempt.passage = self._device_gate().open(optimizer, fence=fence)
+        return True
+
+    def confirm(self, attempt: Attempt, *, whole: bool) -> None:
+        """The function is over; `whole`: it has returned. Where the device decides on the update,
+        wait for that. One that was left out though peers made theirs is made now; else the attempt
+        has not passed the gate, and `outcome` is set if a recovery has been made already."""
+        passage = attempt.passage
+        if passage is None:
+            return
+        communicators = self._worker.communicators
+        quiet = len(communicators.trace) == attempt.collectives
+        if passage.confirm(self._worker.spec.quiesce_timeout_s):
+            communicators.touched &= not quiet  # the host's own view of what came before the gate
+            return
+        attempt.passed = False
+        attempt.torn |= versions(self._state) != attempt.updated or attempt.entry.lost()
+        if not whole:
+            return
+        outcome = self._recovery.run(
+            torn=attempt.torn,
+            can_advance=passage.came_whole and passage.can_redo() and not attempt.torn,
+            settle=lambda: self._put_back(attempt),
+        )
+        if outcome.decision is Decision.ADVANCE:
+            passage.redo()
+            communicators.touched = False
+            attempt.passed = True
+        else:
+            attempt.outcome = outcome
 
     def _check_met(self, attempt: Attempt) -> None:
         """Raise UserError for a step in which the ranks do not meet."""

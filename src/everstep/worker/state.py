@@ -268,7 +268,8 @@ class State:
                 optimizer.__dict__.pop(given, None)
         for name, thing in self.objects.items():
             thing.load_state_dict(codec.copy(steering.objects[name]))
-            if isinstance(thing, torch.amp.GradScaler):  # where it stood inside a step
+            # Where it stood inside a step; one that is not enabled never stands anywhere.
+            if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled():
                 thing._per_optimizer_states.clear()
 
     def leaves(self, steering: Steering | None = None) -> Leaves:

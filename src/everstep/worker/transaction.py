@@ -153,6 +153,7 @@ class Step:
             raise
         finally:
             self._end()
+        self._gate.confirm(attempt, whole=error is None and not attempt.unwound)
         undone = attempt.undo is not None and not self._clean()
         if error is None and attempt.passed and not (undone or attempt.unwound):
             return self._finish(attempt, result, samples)
