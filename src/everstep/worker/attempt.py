@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from everstep.worker.entry import Entry, Undo
 
 if TYPE_CHECKING:
     from everstep.worker.capsule import Contents
     from everstep.worker.foundinf import Passage
     from everstep.worker.recovery import Outcome
+
+
+# Their update is made of each gradient by itself, and does nothing where there is none.
+_ELEMENTWISE = (
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
 
 
 class Unwind(BaseException):
@@ -68,3 +83,21 @@ class Attempt:
         """The same, at the last collective before the gate."""
         self.gate_names: dict[str, Any] = {}
         """The same, in the gate."""
+        self._withheld: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def withhold(self, optimizer: torch.optim.Optimizer) -> None:
+        """In a rehearsal, let the update that begins find no gradients, if that leaves it undone:
+        what it would make comes from peers, and to make it costs as much as the whole pass."""
+        if type(optimizer) not in _ELEMENTWISE or self.calls_back:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._withheld.append((parameter, parameter.grad))
+                    parameter.grad = None
+
+    def give_back(self) -> None:
+        """The update is over: the script finds its gradients again."""
+        for parameter, gradient in self._withheld:
+            parameter.grad = gradient
+        self._withheld.clear()

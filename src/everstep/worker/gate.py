@@ -119,6 +119,7 @@ class Gate:
             self._forecast.at_gate(attempt)
             attempt.entry.at_gate()
             attempt.collectives = len(self._worker.communicators.trace)
+            attempt.withhold(optimizer)
             return
         last = attempt.updates >= self._updates and attempt.fence != "late"
         if not last and attempt.undo is None and attempt.step > 1:
@@ -140,6 +141,7 @@ class Gate:
             return
         communicates = len(self._worker.communicators.trace) > attempt.inside
         attempt.inside = None
+        attempt.give_back()
         if attempt.passage is not None:
             attempt.passage.updated()
         if self._worker.device is not None:

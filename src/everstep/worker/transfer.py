@@ -3,10 +3,12 @@ receipt.
 
 Theory of operation: the state is one stream of bytes, all replica tensors in manifest order. Of k
 sources, the i-th sends the i-th k-th of it, in chunks, point to point over the world's inner group
-of the new generation. The receiver asks each source for its part; a source first sends a header
-with the digest of the whole state it holds, and the first adds the manifest and the leaves. When
-all bytes are there, the receiver digests what it now holds: it must equal every source's digest, or
-the receipt fails, and nothing is trained on it.
+of the new generation. The receiver asks each source for its part; a source sends a header, to which
+the first adds the manifest and the leaves, then its part, and then the digest of the whole state
+that it holds, which it makes while its bytes travel on. When all are there, the receiver digests
+what it now holds: it must equal every source's digest, or the receipt fails, and nothing is trained
+on it. A source sends from the state's own memory; a receiver takes bytes in beside it, since gloo
+may still write for a moment after a stop.
 
 Runs on its own thread (recovery.py); blocks until done or until the sockets are shut.
 """
@@ -40,7 +42,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What a source says before its stripe. `manifest`, `leaves` and `modes` (which parts of the
     modules evaluate) come from the first source only."""
 
-    digest: str
     nbytes: int
     manifest: list[Spec] | None
     leaves: Leaves | None
@@ -78,7 +79,12 @@ class Stream:
                 yield tensor, low - first, high - first, low - start
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """A flat uint8 CPU tensor of bytes `start` to `end`."""
+        """A flat uint8 CPU tensor of bytes `start` to `end`; where they lie in one, a part of it,
+        else a copy."""
+        for tensor, low, high, _ in self._pieces(start, end):
+            if high - low == end - start and tensor.is_cpu and tensor.is_contiguous():
+                return tensor_bytes(tensor)[low:high]
+            break
         out = torch.empty(end - start, dtype=torch.uint8)
         for tensor, low, high, offset in self._pieces(start, end):
             out[offset : offset + high - low].copy_(tensor_bytes(tensor)[low:high])
@@ -94,6 +100,40 @@ class Stream:
                 flat = tensor_bytes(tensor)
                 flat[low:high].copy_(piece)
                 put(tensor, flat.view(tensor.dtype).reshape(tensor.shape))
+
+
+class _Lane:
+    """The stripe that comes from one source. While a piece is put in its place, the next one is
+    under way; two buffers are used in turn, since fresh memory costs more than what is copied."""
+
+    def __init__(self, group: Any, source: int, parts: Iterator[tuple[int, int]]) -> None:
+        self._group, self._source, self._parts = group, source, parts
+        self._buffers: list[torch.Tensor] = []
+        self._posted: tuple[int, torch.Tensor, Any] | None = None
+        self._post()
+
+    def _post(self) -> None:
+        part = next(self._parts, None)
+        if part is None:
+            self._posted = None
+            return
+        start, end = part
+        if len(self._buffers) < 2:  # a source's first pieces are its largest
+            self._buffers.append(torch.empty(end - start, dtype=torch.uint8))
+        else:
+            self._buffers.reverse()
+        data = self._buffers[-1][: end - start]
+        self._posted = start, data, self._group.recv([data], self._source, _TAG)
+
+    def take(self) -> tuple[int, torch.Tensor] | None:
+        """The next piece and where it begins; None at the end. It holds until the next call.
+        Blocks."""
+        if self._posted is None:
+            return None
+        start, data, work = self._posted
+        work.wait()
+        self._post()
+        return start, data
 
 
 def _send_bytes(group: Any, data: bytes, to: int) -> None:
@@ -129,14 +169,13 @@ def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) 
     replicas = state.replicas(gradients)
     tensors = [tensor for _, tensor in replicas]
     leaves = state.leaves(state.at_commit)
-    digest = digest_of(tensors, leaves.digest())
+    digest = ""
     stream = Stream(tensors)
     for sink in sorted(sinks):
         request = torch.zeros(2, dtype=torch.int64)
         group.recv([request], sink, _TAG).wait()
         index, count = request.tolist()
         header = Header(
-            digest=digest,
             nbytes=stream.nbytes,
             manifest=[spec for spec, _ in replicas] if index == 0 else None,
             leaves=leaves if index == 0 else None,
@@ -145,6 +184,8 @@ def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) 
         _send_bytes(group, msgspec.msgpack.encode(header), sink)
         for start, end in chunks(*stripe(stream.nbytes, index, count)):
             group.send([stream.read(start, end)], sink, _TAG).wait()
+        digest = digest or digest_of(tensors, leaves.digest())
+        _send_bytes(group, digest.encode(), sink)
     return digest
 
 
@@ -160,26 +201,20 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
     assert manifest is not None and leaves is not None  # the first source always sends them
     state.check_trained(manifest)
     targets = state.adopt(manifest)
-    held = {source: header.digest for source, header in zip(sources, headers, strict=True)}
     stream = Stream(targets)
     if any(header.nbytes != stream.nbytes for header in headers):
         raise ReceiptError(
             f"the sources hold {[h.nbytes for h in headers]} bytes, this rank {stream.nbytes}"
         )
-    lanes = [chunks(*stripe(stream.nbytes, index, len(sources))) for index in range(len(sources))]
+    lanes = [
+        _Lane(group, source, chunks(*stripe(stream.nbytes, index, len(sources))))
+        for index, source in enumerate(sources)
+    ]
     with torch.no_grad():
-        while posted := [
-            (source, part)
-            for source, lane in zip(sources, lanes, strict=True)
-            if (part := next(lane, None))
-        ]:
-            arriving = []
-            for source, (start, end) in posted:
-                data = torch.empty(end - start, dtype=torch.uint8)
-                arriving.append((start, data, group.recv([data], source, _TAG)))
-            for start, data, work in arriving:
-                work.wait()
+        while pieces := [piece for lane in lanes if (piece := lane.take()) is not None]:
+            for start, data in pieces:
                 stream.write(start, data)
+    held = {source: _receive_bytes(group, source).decode() for source in sources}
     if len(set(held.values())) > 1:  # only now: the sources have sent all, and none waits
         said = ", ".join(f"rank {source}: {digest[:12]}" for source, digest in held.items())
         raise ReceiptError(
@@ -191,11 +226,9 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
     state.set_modes(headers[0].modes or {})
     state.at_commit = state.steering()
     digest = digest_of(targets, state.leaves().digest())
-    for source, header in zip(sources, headers, strict=True):
-        if header.digest != digest:
-            raise ReceiptError(
-                f"the state fetched from ranks {list(sources)} has digest {digest[:12]}, but "
-                f"rank {source} holds {header.digest[:12]}: a copy is corrupt, or the ranks are "
-                "no replicas"
-            )
+    if held[sources[0]] != digest:
+        raise ReceiptError(
+            f"the state fetched from ranks {list(sources)} has digest {digest[:12]}, but they hold "
+            f"{held[sources[0]][:12]}: a copy is corrupt, or the ranks are no replicas"
+        )
     return digest, stream.nbytes
