@@ -6,7 +6,8 @@ result taken from the future, as DDP's reducer does. Two ways to end: at once, a
 thread, whose CPU time is counted too. The calls of both sides alternate in batches; a kind's figure
 is the median over batches.
 
-gloo's point-to-point works have no future, and the fake's have none either.
+gloo's point-to-point works have no future, and the fake's have none either. A broadcast is measured
+on a rank that receives.
 
     python benchmarks/bench_collective.py [--batches 60]
 """
@@ -106,7 +107,7 @@ class FakeWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         if not self._has_future:
-            raise RuntimeError("a point-to-point work has no future")
+            return super().get_future()  # raises, in C++ as gloo's do
         return self._future
 
     def _source_rank(self) -> int:
@@ -140,6 +141,9 @@ class FakeInner(dist.ProcessGroup):
     def abort(self) -> None:
         """Nothing to wake."""
 
+    def retire(self) -> None:
+        """Nothing to leave."""
+
     def silent(self) -> bool:
         """Nothing can arrive."""
         return True
@@ -166,6 +170,8 @@ for _name in ("send", "recv", "recv_anysource"):
 def calls() -> dict[str, tuple[Any, ...]]:
     """The arguments of each kind, small tensors."""
     small, wide = torch.ones(8), torch.ones(8 * SIZE)
+    received = dist.BroadcastOptions()
+    received.rootRank = 1
 
     def rows() -> list[list[torch.Tensor]]:
         return [[torch.ones(8) for _ in range(SIZE)]]
@@ -173,7 +179,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     return {
         "allreduce": ([small], dist.AllreduceOptions()),
         "allreduce_coalesced": ([small, wide], dist.AllreduceCoalescedOptions()),
-        "broadcast": ([small], dist.BroadcastOptions()),
+        "broadcast": ([small], received),
         "reduce": ([small], dist.ReduceOptions()),
         "allgather": (rows(), [small], AllgatherOptions()),
         "allgather_coalesced": (rows(), [small], AllgatherOptions()),

@@ -1,5 +1,6 @@
 """The core at scale: one node of a large world dies in mid-step, and everybody recovers, with every
-message of every rank simulated.
+message of every rank simulated. In the first layouts its agent lives and starts its ranks again; in
+the last the node itself is lost, and a spare takes over.
 
 Each world is run twice. First whole: the coordinator, and a simulated worker for each rank, with
 its collectives, transfers and delays in virtual time. Then what the coordinator was told is told to
@@ -34,6 +35,16 @@ LAYOUTS = {
     "HSDP, 64 shards": Schedule(
         seed=1, world_size=NODE, steps=2, node_size=NODE, shards=64, fence="early"
     ),
+    "HSDP, 64 shards, a spare": Schedule(
+        seed=1,
+        world_size=NODE,
+        steps=2,
+        node_size=NODE,
+        shards=64,
+        fence="early",
+        nnodes=1,
+        spares=1,
+    ),
 }
 _POLICY = Policy(unlimited=True)
 
@@ -53,19 +64,22 @@ class Recorder(Simulation):
 def measure(world_size: int, layout: Schedule) -> dict[str, Any]:
     """One world: a node dies in the middle of the last step."""
     clean = replace(layout, world_size=world_size)
+    if layout.nnodes:
+        clean = replace(clean, nnodes=world_size // NODE, hosts=world_size // NODE + 1)
+    fault, rung = ("fell", "replace") if layout.nnodes else ("node", "respawn")
     clean_events = simulate(clean).events
     # The end of the job (closing, finishing) is some 5 events a rank, a step some 6.
     fault_at = clean_events - 8 * world_size
     began_s = time.process_time()
-    recorder = Recorder(replace(clean, faults=((fault_at, "node"),)))
+    recorder = Recorder(replace(clean, faults=((fault_at, fault),)))
     outcome = recorder.run()
     whole_s = time.process_time() - began_s
     assert outcome.end.exit_code == 0, outcome.end.text
     closed = [line for line in outcome.records if line["event"] == "incident_closed"]
-    assert [line["rung"] for line in closed] == ["respawn"], closed
+    assert [line["rung"] for line in closed] == [rung], closed
     opened_s = next(line["t"] for line in outcome.records if line["event"] == "incident_opened")
     incident = [t for _, t in recorder.told if opened_s <= t <= closed[0]["t"]]
-    coordinator = Coordinator(world_size, _POLICY)
+    coordinator = Coordinator(world_size, _POLICY, recorder.nodes.layout)
     began_s = time.process_time()
     for event, now_s in recorder.told:
         coordinator.handle(event, now_s)

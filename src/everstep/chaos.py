@@ -5,6 +5,10 @@ fault fires once in a job: whoever wants two writes two, and two equal ones are 
 second of which meets the step when it is done again. A rank that took the step from a peer, and so
 never came to the place, meets the fault at that place of its next step.
 
+`node:index=I,step=S` cuts the power of a whole node, `agent:index=I,step=S` ends its agent alone:
+of the node that holds slot I, when the first rank of the slot comes to the place. They need a job
+whose nodes are processes of their own.
+
 `random:count=N,seed=K,steps=A-B[,kinds=a+b][,places=c+d]` stands for N faults, drawn here, before
 anything starts, and from then on like any that was written. Equal seed, steps and world give equal
 faults, on every machine and version of Python: only `Random.random` is used, which Python promises
@@ -50,8 +54,11 @@ NO_FAILURE = ("slow", "corrupt")
 """Kinds after which the rank goes on: a failure that comes later is another's."""
 SILENT = ("stop", "hang")
 """Kinds that nobody is told of: the rank does not go on, and is found by its silence."""
+OF_NODES = ("node", "agent")
+"""Kinds that the coordinator carries out, on the node where the rank is."""
 
 FORM = "KIND:rank=R,step=S[,at=" + "|".join(PLACES) + "]"
+NODE_FORM = "node|agent:index=I,step=S[,at=PLACE]"
 RANDOM = "random"
 RANDOM_FORM = "random:count=N,seed=K,steps=A-B[,kinds=KIND+...][,places=PLACE+...]"
 DEFAULT_PLACE = "backward"
@@ -61,6 +68,7 @@ DEFAULT_RANDOM_PLACES = (*IN_STEP, "between")
 """Where random faults fire unless said otherwise: every step comes to each of them."""
 
 _KEYS = ("rank", "step", "at")
+_NODE_KEYS = ("index", "step", "at")
 _RANDOM_KEYS = ("count", "seed", "steps", "kinds", "places")
 _MOST = 100_000  # random faults: nobody means more, and all of them are written to the journal
 
@@ -80,23 +88,26 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------- what others call
 
 
-def parse(text: str, index: int = 0) -> ChaosSpec:
-    """The one fault that `text` describes. `index` is its number in the job.
+def parse(text: str, index: int = 0, nproc_per_node: int = 1) -> ChaosSpec:
+    """The one fault that `text` describes. `index` is its number in the job, `nproc_per_node` how
+    many ranks a slot has.
 
     Raises UserError that names the part of `text` that is wrong and what may stand there. Does not
     block."""
     head, colon, tail = text.strip().partition(":")
     kind, code, factor = _parse_kind(text, head)
+    of_node = kind in OF_NODES
+    form, keys = (NODE_FORM, _NODE_KEYS) if of_node else (FORM, _KEYS)
     if not colon:
-        raise _refusal(text, f"it names no rank and no step; write {FORM}")
-    values = _parse_pairs(text, tail, _KEYS, FORM)
+        where = "no slot" if of_node else "no rank"
+        raise _refusal(text, f"it names {where} and no step; write {form}")
+    values = _parse_pairs(text, tail, keys, form)
     place = _parse_place(text, values.get("at", DEFAULT_PLACE))
-    needed = ("rank",) if place == SETUP else ("rank", "step")
-    _need(text, values, needed, FORM)
-    rank = _number(text, "rank", values["rank"])
+    _need(text, values, keys[:1] if place == SETUP else keys[:2], form)
+    who = _number(text, keys[0], values[keys[0]])
     step = _number(text, "step", values.get("step", "0"))
-    if rank < 0:
-        raise _refusal(text, f"rank={rank} can never fire; ranks count from 0")
+    if who < 0:
+        raise _refusal(text, f"{keys[0]}={who} can never fire; {_counted(kind)} count from 0")
     if place == SETUP and step != 0:
         raise _refusal(text, f"step={step} is no part of the set-up; leave it out, or write step=0")
     if place != SETUP and step < 1:
@@ -108,7 +119,7 @@ def parse(text: str, index: int = 0) -> ChaosSpec:
         index=index,
         text=text.strip(),
         kind=kind,  # type: ignore[arg-type]  # one of KINDS, which are the Literal's own values
-        rank=rank,
+        rank=who * nproc_per_node if of_node else who,
         step=step,
         at=place,  # type: ignore[arg-type]  # one of PLACES, likewise
         code=code,
@@ -116,17 +127,27 @@ def parse(text: str, index: int = 0) -> ChaosSpec:
     )
 
 
-def parse_all(texts: Iterable[str], world_size: int) -> tuple[ChaosSpec, ...]:
+def parse_all(
+    texts: Iterable[str], world_size: int, nproc_per_node: int | None = None
+) -> tuple[ChaosSpec, ...]:
     """All faults of a job of `world_size` ranks, random ones drawn, numbered in the order given.
+    `nproc_per_node`: of a job whose nodes are processes of their own; None where the job has none.
 
-    Raises UserError as `parse` does, and for a rank that the job does not have.
+    Raises UserError as `parse` does, and for a rank or a node that the job does not have.
     """
+    per_node = nproc_per_node or world_size
     written: list[str] = []
     for text in texts:
         drawn = _parse_random(text)
-        written += [text] if drawn is None else _draw(drawn, world_size)
-    specs = tuple(parse(text, index) for index, text in enumerate(written))
-    check_world(specs, world_size)
+        written += [text] if drawn is None else _draw(drawn, world_size, per_node)
+    specs = tuple(parse(text, index, per_node) for index, text in enumerate(written))
+    for spec in specs:
+        if spec.kind in OF_NODES and nproc_per_node is None:
+            raise _refusal(
+                spec.text,
+                "this job has no nodes to lose; give it some with --local-nodes",
+            )
+    check_world(specs, world_size, per_node)
     return specs
 
 
@@ -136,17 +157,26 @@ def check(text: str) -> None:
         parse(text)
 
 
-def check_world(specs: Sequence[ChaosSpec], world_size: int) -> None:
-    """Raise UserError if one of `specs` is for a rank that a job of `world_size` ranks does not
-    have."""
+def check_world(
+    specs: Sequence[ChaosSpec], world_size: int, nproc_per_node: int | None = None
+) -> None:
+    """Raise UserError if one of `specs` is for a rank or a slot that a job of `world_size` ranks,
+    `nproc_per_node` on a node, does not have."""
+    per_node = nproc_per_node or world_size
     for spec in specs:
-        if spec.rank >= world_size:
-            last = "only rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+        if spec.rank < world_size:
+            continue
+        if spec.kind in OF_NODES:
             raise _refusal(
                 spec.text,
-                f"rank={spec.rank} can never fire; the job has {last} "
-                f"(--nproc-per-node {world_size})",
+                f"index={spec.rank // per_node} can never fire; the job has slots 0 to "
+                f"{world_size // per_node - 1}, and a spare has none",
             )
+        last = "only rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+        raise _refusal(
+            spec.text,
+            f"rank={spec.rank} can never fire; the job has {last} (--nproc-per-node {per_node})",
+        )
 
 
 def where(spec: ChaosSpec) -> str:
@@ -196,6 +226,10 @@ def _factor(text: str, number: str) -> float:
             text, "slow=F takes how many times as long the step is to take, a number above 1"
         )
     return factor
+
+
+def _counted(kind: str) -> str:
+    return "slots" if kind in OF_NODES else "ranks"
 
 
 def _parse_place(text: str, place: str) -> str:
@@ -299,7 +333,7 @@ def _places_for(kind: str, places: Sequence[str]) -> list[str]:
     return [place for place in places if not _unfit(kind, place)]
 
 
-def _draw(draw: Draw, world_size: int) -> list[str]:
+def _draw(draw: Draw, world_size: int, nproc_per_node: int) -> list[str]:
     """The faults that `draw` stands for in a job of `world_size` ranks, as a person would write
     them, in the order of their steps."""
     random = Random(draw.seed)
@@ -314,7 +348,8 @@ def _draw(draw: Draw, world_size: int) -> list[str]:
         places = _places_for(kind.partition("=")[0], draw.places)
         place = places[int(random.random() * len(places))]
         when = "" if place == SETUP else f"step={step},"
-        written.append(f"{kind}:rank={rank},{when}at={place}")
+        who = f"index={rank // nproc_per_node}" if kind in OF_NODES else f"rank={rank}"
+        written.append(f"{kind}:{who},{when}at={place}")
     return written
 
 

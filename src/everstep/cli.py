@@ -56,6 +56,41 @@ def _run_options(command: Command) -> Command:
             "--nproc-per-node", type=int, metavar="N", help="Workers to start, one rank each. [1]"
         ),
         click.option(
+            "--local-nodes",
+            type=int,
+            metavar="N",
+            help="Nodes to start here, each a process tree of its own with --nproc-per-node ranks. "
+            "[0: none but this]",
+        ),
+        click.option(
+            "--nnodes", type=int, metavar="N", help="Hosts that the job needs, one node each. [1]"
+        ),
+        click.option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            help="Where the hosts meet, the same on each; HOST coordinates.",
+        ),
+        click.option(
+            "--node-rank",
+            type=click.Choice(["auto"]),
+            expose_value=False,
+            help="Which node this host is; found out by itself.",
+        ),
+        click.option("--domain", metavar="WHAT", help="What fails with this host, like rack=r1."),
+        click.option(
+            "--interface",
+            metavar="IF",
+            help="Network interface of this host's workers. [that which leads to HOST]",
+        ),
+        click.option(
+            "--spares", type=int, metavar="N", help="Nodes beyond those, to replace lost ones. [0]"
+        ),
+        click.option(
+            "--copies",
+            type=click.Choice(["off", "sync"]),
+            help="Copy shards that have no replica, in each step, into memory. [off]",
+        ),
+        click.option(
             "-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."
         ),
         click.option("--log-dir", metavar="DIR", help="Where runs are kept. [everstep-runs]"),
@@ -108,10 +143,17 @@ def run(dry_run: bool, **options: Any) -> None:
             "EVERSTEP=off: no fault on purpose can fire in an unprotected run; unset it, "
             "or leave out --chaos"
         )
+    if off and settings.coordinator:
+        raise UserError(
+            "EVERSTEP=off: an unprotected run has nodes on this machine only; start it on several "
+            "hosts with torchrun, or unset it"
+        )
     preflight.check(settings)
     if dry_run:
         _print_dry_run(settings, sources, off)
         return
+    if settings.coordinator and not _coordinates(settings):
+        sys.exit(_be_agent(settings, None, None))
     sys.exit(_run(settings, off))
 
 
@@ -137,9 +179,8 @@ def prove(faults: tuple[str, ...], json_path: str | None, **options: Any) -> Non
     Runs SCRIPT clean twice and with the faults once, and compares what every rank returned and
     consumed in every step, and the state at the end. Exits with 0 only when all are equal and every
     fault was injected and survived."""
-    from everstep import chaos
     from everstep.launch.prove import prove as run_proof
-    from everstep.settings import protection_is_off
+    from everstep.settings import faults_of, protection_is_off
 
     settings, _ = _resolve(options)
     _warn_of_slips(settings)
@@ -147,8 +188,82 @@ def prove(faults: tuple[str, ...], json_path: str | None, **options: Any) -> Non
         raise UserError(
             "EVERSTEP=off: there is nothing to prove about an unprotected run; unset it"
         )
-    specs = chaos.parse_all(faults, settings.nproc_per_node)
+    if settings.coordinator:
+        raise UserError(
+            "a proof runs its three jobs on one machine; give --local-nodes, which starts its "
+            "nodes here, and leave out --coordinator"
+        )
+    specs = faults_of(settings, faults)
     sys.exit(run_proof(settings, specs, Path(json_path) if json_path else None, sys.stdout))
+
+
+@main.command()
+@click.option(
+    "--coordinator",
+    required=True,
+    metavar="HOST:PORT",
+    help="Where the job's coordinator listens; [::1]:PORT for IPv6.",
+)
+@click.option("--name", metavar="NAME", help="Of this agent, no other's. [host and process id]")
+@click.option("--host", metavar="NAME", help="Of this machine, as the job names it. [its own]")
+@click.option("--domain", metavar="WHAT", help="What fails with it, like rack=r1. [the host]")
+@click.option(
+    "--interface",
+    metavar="IF",
+    help="Network interface of its workers. [that which leads to the coordinator]",
+)
+@click.option("--config", metavar="FILE", help="Settings file. [everstep.toml, if there]")
+def agent(
+    coordinator: str,
+    name: str | None,
+    host: str | None,
+    domain: str | None,
+    interface: str | None,
+    config: str | None,
+) -> None:
+    """Be a node of a job: run the workers that its coordinator asks for.
+
+    The job's secret is in EVERSTEP_SECRET, or in the file that EVERSTEP_SECRET_FILE names. Start it
+    in the directory in which the script's path leads to the script."""
+    from everstep.settings import OF_AGENTS, resolve
+
+    options = {"coordinator": coordinator, "domain": domain, "interface": interface}
+    file = Path(config) if config else None
+    settings, _ = resolve(options, os.environ, file, only=OF_AGENTS)
+    sys.exit(_be_agent(settings, name, host))
+
+
+def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
+    import socket
+
+    from everstep.agent.agent import AgentSettings, run_agent
+    from everstep.settings import endpoint, secret_of, without_secret
+
+    machine = host or socket.gethostname()
+    wanted = AgentSettings(
+        coordinator=endpoint(settings.coordinator),
+        name=name or f"{machine}-{os.getpid()}",
+        host=machine,
+        domain=settings.domain,
+        interface=settings.interface,
+        log_dir=Path(settings.log_dir),
+        shm_dir=Path(settings.shm_dir),
+        join_timeout_s=settings.join_nodes_timeout_s,
+        grace_s=settings.grace_s,
+    )
+    return run_agent(wanted, secret_of(os.environ), without_secret(os.environ))
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def secret(file: Path) -> None:
+    """Make a job's secret and write it to FILE, which only you can read.
+
+    Give it to every host of the job in EVERSTEP_SECRET_FILE. Who has it can join the job, read what
+    it sends, and run programs as you."""
+    from everstep.wire.secret import make_secret
+
+    make_secret().write(file)
 
 
 @main.group()
@@ -238,6 +353,15 @@ def _warn_of_slips(settings: RunSettings) -> None:
         )
 
 
+def _coordinates(settings: RunSettings) -> bool:
+    """Whether this is the command that coordinates: the first on the host at which all meet."""
+    from everstep.agent.identity import can_listen, numeric
+    from everstep.settings import endpoint
+
+    host, port = endpoint(settings.coordinator)
+    return can_listen(numeric(host), port)
+
+
 def _run(settings: RunSettings, off: bool) -> int:
     from everstep.observe.console import ConsoleView
 
@@ -263,11 +387,11 @@ def _run(settings: RunSettings, off: bool) -> int:
 def _print_dry_run(settings: RunSettings, sources: Mapping[str, Source], off: bool) -> None:
     """What would be run, where its output would go, and the settings that are not the default."""
     from everstep.launch.preflight import run_dir
-    from everstep.observe.narrate import counted
+    from everstep.observe.narrate import size_in_words
     from everstep.settings import SourceKind, written
 
     protection = "unprotected (EVERSTEP=off)" if off else "protected"
-    click.echo(f"would run, {protection}, on {counted(settings.nproc_per_node, 'rank')}:")
+    click.echo(f"would run, {protection}, on {size_in_words(settings)}:")
     click.echo(f"    {_command_line(settings.script)}")
     click.echo(f"journal and logs in {run_dir(settings)}")
     for name, source in sources.items():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,10 @@ class Core(Protocol):
     @property
     def next_deadline_s(self) -> float | None:
         """When to send Tick, on the monotonic clock; None: never."""
+        ...
+
+    def copies_of(self, rank: int, step: int) -> Collection[int]:
+        """The nodes that have a copy of `rank` at `step`."""
         ...
 
     def handle(self, event: events.Event, now_s: float) -> list[actions.Action]:
@@ -69,12 +73,25 @@ class Effects(Protocol):
         """SIGKILL a worker's whole session. Nothing, if it is dead."""
         ...
 
+    def dismiss(self, node: int, why: str) -> None:
+        """End all workers of a node that has no part in the job any more, if it can be reached."""
+        ...
+
+    def cut(self, rank: int, incarnation: int, *, whole: bool) -> None:
+        """A fault on purpose: end the agent of the node where the worker is, and with `whole` all
+        processes of the node. The loss comes back by `node_lost`."""
+        ...
+
     def inspect(self) -> None:
         """Have all workers show their stacks; what is found comes back by `inspected`, soon."""
         ...
 
     def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
         """Send a message. Nothing, if the worker is dead."""
+        ...
+
+    def keepers(self, keepers: Mapping[int, int]) -> None:
+        """Tell all nodes which of them keeps the copies of which rank."""
         ...
 
     def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
@@ -154,6 +171,26 @@ class CoordinatorShell:
         died = events.Died(rank=rank, incarnation=incarnation, cause=cause, before_kill=before_kill)
         self._feed(died)
 
+    def node_joined(self, node: int, host: str, domain: str, ranks: int) -> None:
+        """An agent is ready to fork workers, at most `ranks` of them."""
+        self._feed(events.NodeJoined(node=node, host=host, domain=domain, ranks=ranks))
+
+    def node_lost(self, node: int, cause: Cause, members: Iterable[Member]) -> None:
+        """An agent can't be reached any more, and so can't `members`, its workers."""
+        fired = None
+        for member in members:
+            self._raised.pop(member, None)
+            fired = self._fired.pop(member, None) or fired
+        self._feed(events.NodeLost(node=node, cause=final_cause(cause, None, fired)))
+
+    def copied(self, rank: int, incarnation: int, step: int, node: int) -> None:
+        """A copy of the rank's state is complete on `node`."""
+        self._feed(events.Copied(rank=rank, incarnation=incarnation, step=step, node=node))
+
+    def copies_of(self, rank: int, step: int) -> Collection[int]:
+        """The nodes that have a copy of `rank` at `step`."""
+        return self._core.copies_of(rank, step)
+
     def silent(self, evidence: tuple[Evidence, ...]) -> None:
         """Some worker has been silent for longer than it may; `evidence` is of all that live."""
         self._feed(events.Silent(evidence=self._with_faults(evidence)))
@@ -170,6 +207,8 @@ class CoordinatorShell:
         match message:
             case messages.Capsule():
                 self._kept.capsule(rank, message)
+                if message.turn:
+                    self._effects.send(rank, incarnation, messages.Kept(turn=message.turn))
             case messages.Address():
                 self._exchange(member, message)
             case messages.Fired():
@@ -242,6 +281,9 @@ class CoordinatorShell:
             "fired_t": fired.t,
         }
         self._effects.record(Record(event="fault_fired", fields=fields))
+        if fault.kind in chaos.OF_NODES:
+            rank, incarnation = member
+            self._effects.cut(rank, incarnation, whole=fault.kind == "node")
 
     def _note(self, rank: int, note: messages.Note) -> None:
         shown = note.key not in self._note_keys
@@ -315,6 +357,8 @@ class CoordinatorShell:
                 self._effects.spawn(action, self._kept.heritage(action.rank, faults))
             case actions.Kill():
                 self._effects.kill(action.rank, action.incarnation, action.why)
+            case actions.Dismiss():
+                self._effects.dismiss(action.node, action.why)
             case actions.Inspect():
                 self._effects.inspect()
             case actions.SendStop(generation=generation):
@@ -326,8 +370,12 @@ class CoordinatorShell:
                 self._effects.send(action.rank, action.incarnation, position)
             case actions.SendRegroup():
                 self._send_regroup(action)
-            case actions.SendGo():
-                self._send_all(action.to, messages.Go())
+            case actions.SendKeepers(keepers=keepers):
+                self._effects.keepers(keepers)
+            case actions.SendGo(copied=copied):
+                for rank, incarnation in action.to:
+                    go = messages.Go(copies=bool(copied), copy=rank in copied)
+                    self._effects.send(rank, incarnation, go)
             case actions.SendClosed():
                 self._send_all(action.to, messages.Closed())
             case actions.SendBye():

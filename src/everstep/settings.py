@@ -21,7 +21,7 @@ import secrets
 import time
 import tomllib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,62 @@ from everstep import chaos as faults
 from everstep.errors import UserError
 from everstep.spelling import nearest
 from everstep.wire.messages import ChaosSpec, ScriptSpec
+from everstep.wire.secret import Secret
 
 DEFAULT_FILE = "everstep.toml"
 ENVIRONMENT_PREFIX = "EVERSTEP_"
 RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 COLORS = ("auto", "always", "never")
+COPIES = ("off", "sync")
 DEVICES = ("auto", "cpu", "cuda")
-_OF_WORKERS = ("EVERSTEP_INCARNATION", "EVERSTEP_JOB")
+OF_AGENTS = (
+    "coordinator",
+    "domain",
+    "interface",
+    "log_dir",
+    "shm_dir",
+    "grace_s",
+    "join_nodes_timeout_s",
+)
+"""The settings that an agent has of its own; all others are the job's."""
+_SECRETS = ("EVERSTEP_SECRET", "EVERSTEP_SECRET_FILE")
+_NO_SETTINGS = ("EVERSTEP_INCARNATION", "EVERSTEP_JOB", "EVERSTEP_NODE", *_SECRETS)
 _SURE = 0.75  # how alike a variable must be to a setting's to have been meant for it
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """All settings of one job on one machine. Made by `resolve`."""
+    """All settings of one job. Made by `resolve`."""
 
     script: ScriptSpec = ScriptSpec(target="", module=False, args=())
     """What every rank runs. From the command line only: it names the job, it does not tune it."""
 
     nproc_per_node: int = 1
     """Workers on this machine, one rank each. 1, as torchrun has it."""
+
+    local_nodes: int = 0
+    """Nodes to start on this machine, each an agent process with nproc_per_node ranks and its own
+    memory. 0: this process is the only node, which costs least."""
+
+    nnodes: int = 1
+    """Nodes that the job needs, on hosts of their own that meet at the coordinator. 1, as torchrun
+    has it."""
+
+    coordinator: str = ""
+    """HOST:PORT at which the nodes of a job on several hosts meet; the host that has the address
+    coordinates. Empty: this machine alone."""
+
+    domain: str = ""
+    """What fails together with this host, like rack=r1; state is not kept twice in one such domain.
+    Empty: the host alone."""
+
+    interface: str = ""
+    """Network interface at which this host's workers listen. Empty: that which leads to the
+    coordinator."""
+
+    spares: int = 0
+    """Nodes beyond those that the job needs, each with a warm process, to take a lost one's place.
+    0: they are idle, and only you know what that may cost."""
 
     run_id: str = ""
     """Name of the run and of its directory, up to 64 of A-Z a-z 0-9 . _ -. Made from the date when
@@ -116,6 +153,11 @@ class RunSettings:
     """Seconds an aborted communicator's work may take to let go of its tensors. Short: its sockets
     are shut by then."""
 
+    copies: str = "off"
+    """`sync`: a rank whose shard no other rank holds (on several nodes: none on another node) copies
+    it into shared memory in each step, and the step commits when it is kept; `off`: such a shard is
+    lost with its rank. Off, since it costs a copy of the shard in time and two in memory."""
+
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: CUDA where torch has nccl and sees a device for each worker of the
     machine, as `run.device` then says. A script that puts nothing there loses nothing by it."""
@@ -140,6 +182,22 @@ class RunSettings:
     """Seconds as hang_timeout_s has them, between steps and in sections, where a save or an
     evaluation may stand. As long as a collective may take: its peers wait in one meanwhile."""
 
+    join_nodes_timeout_s: float = 600.0
+    """Seconds until as many nodes have joined as the job needs. Long: a scheduler may start them
+    one after another."""
+
+    spare_wait_s: float = 300.0
+    """Seconds the ranks stay parked for a node to come, where one was lost and no spare is there;
+    0: not at all. A machine that reboots is back in five minutes."""
+
+    max_node_failures: int = 3
+    """Lost nodes of one host within incident_window_s after which its nodes are taken only if there
+    are no others. Twice may be bad luck."""
+
+    lease_s: float = 2.0
+    """Seconds without a sign of life after which an agent counts as lost. Short, since training
+    stands still meanwhile; a closed connection is noticed at once."""
+
     max_per_cause: int = 20
     """Incidents of one kind of cause within incident_window_s after which the job ends. What fails
     every three minutes for an hour will not pass by itself."""
@@ -162,6 +220,21 @@ class RunSettings:
     color: str = "auto"
     """`always`, `never`, or `auto`: color on a terminal, unless NO_COLOR is set. Others read what
     we print."""
+
+    @property
+    def slots(self) -> int:
+        """Nodes that the job needs."""
+        return self.local_nodes or self.nnodes
+
+    @property
+    def on_nodes(self) -> bool:
+        """The nodes are processes of their own, here or elsewhere."""
+        return bool(self.local_nodes or self.coordinator)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.nproc_per_node * self.slots
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(RunSettings) if field.name != "script")
@@ -206,6 +279,16 @@ _CHECKS: dict[str, _Check] = {
     ),
     "nproc_per_node": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
     "max_nproc": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
+    "local_nodes": _NOT_NEGATIVE,
+    "nnodes": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
+    "coordinator": _Check(
+        passes=lambda value: not value or _is_endpoint(value), must="must be HOST:PORT"
+    ),
+    "spares": _NOT_NEGATIVE,
+    "spare_wait_s": _Check(
+        passes=lambda value: 0 <= value < float("inf"), must="must be 0 or more (seconds)"
+    ),
+    "max_node_failures": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
     "max_restarts": _NOT_NEGATIVE,
     "max_per_cause": _NOT_NEGATIVE,
     "master_port": _Check(
@@ -213,6 +296,9 @@ _CHECKS: dict[str, _Check] = {
     ),
     "log_dir": _NOT_EMPTY,
     "shm_dir": _NOT_EMPTY,
+    "copies": _Check(
+        passes=lambda value: value in COPIES, must=f"must be one of {', '.join(COPIES)}"
+    ),
     "device": _Check(
         passes=lambda value: value in DEVICES, must=f"must be one of {', '.join(DEVICES)}"
     ),
@@ -226,12 +312,14 @@ def resolve(
     arguments: Mapping[str, Any],
     environ: Mapping[str, str],
     toml_path: Path | None = None,
+    only: Collection[str] | None = None,
 ) -> tuple[RunSettings, dict[str, Source]]:
     """All settings, and for each where its value came from.
 
     `arguments`: from the command line by setting's name; None means not given; `chaos` is a
     sequence of texts, `script` a ScriptSpec. `environ`: the process's environment. `toml_path`: a
     file that must exist; None takes `everstep.toml` of the current directory if there is one.
+    `only`: the settings that are looked for; the others keep their defaults, and are not checked.
 
     Raises UserError for a value of a wrong type or out of range, with the place it came from, and
     for a key of the file that is no setting. Reads at most one file."""
@@ -239,6 +327,8 @@ def resolve(
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     for name, declared in _types().items():
+        if only is not None and name not in only:
+            continue
         raw, source = _first_given(name, arguments, environ, table, path)
         if raw is None:
             continue
@@ -250,13 +340,20 @@ def resolve(
     if "run_id" not in values:
         values["run_id"] = new_run_id()
         sources["run_id"] = Source(kind=SourceKind.DEFAULT, where="(made from the date)")
-    ranks = values.get("nproc_per_node", RunSettings.nproc_per_node)
-    values["chaos"] = faults.parse_all(values.get("chaos", ()), ranks)
+    texts = values.pop("chaos", ())
     settings = RunSettings(**values)
+    settings = dataclasses.replace(settings, chaos=faults_of(settings, texts))
     for name in _types():
         sources.setdefault(name, Source(kind=SourceKind.DEFAULT))
     _check_together(settings, sources)
     return settings, sources
+
+
+def faults_of(settings: RunSettings, texts: Iterable[str]) -> tuple[ChaosSpec, ...]:
+    """The faults that `texts` describe, in the job of `settings`. Raises UserError as
+    `chaos.parse_all` does."""
+    nproc_per_node = settings.nproc_per_node if settings.on_nodes else None
+    return faults.parse_all(texts, settings.world_size, nproc_per_node)
 
 
 def new_run_id() -> str:
@@ -279,13 +376,49 @@ def protection_is_off(environ: Mapping[str, str]) -> bool:
     return value == "off"
 
 
+def secret_of(environ: Mapping[str, str]) -> Secret:
+    """The job's secret, from EVERSTEP_SECRET or the file that EVERSTEP_SECRET_FILE names. Reads at
+    most one file.
+
+    Raises UserError without one, with both, or as `Secret` does."""
+    text, path = (environ.get(name, "") for name in _SECRETS)
+    if bool(text) == bool(path):
+        given = "are both set; keep one" if text else "are both missing: set one of them"
+        raise UserError(f"the job's secret: {' and '.join(_SECRETS)} {given}")
+    return Secret(text, _SECRETS[0]) if text else Secret.from_file(path)
+
+
+def has_secret(environ: Mapping[str, str]) -> bool:
+    """Whether the environment has a secret, or names its file."""
+    return any(environ.get(name) for name in _SECRETS)
+
+
+def without_secret(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for the script's processes, which have no use for the secret."""
+    return {name: value for name, value in environ.items() if name not in _SECRETS}
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """HOST:PORT as its parts; [ADDRESS]:PORT for IPv6. Raises UserError."""
+    if not _is_endpoint(text):
+        raise UserError(f"{text!r} is not HOST:PORT, with a port from 1 to 65535")
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_endpoint(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    digits = port.isascii() and port.isdigit()
+    return bool(host.strip("[]")) and digits and 0 < int(port) < 65536
+
+
 def strangers(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of the environment that begin like a setting's but are none, with the variable that
     may have been meant, or nothing. Those that everstep itself sets in its workers are left out."""
     found = {}
     for key in environ:
         name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name == key.lower() or key in _OF_WORKERS or name in _NAMES:
+        if name == key.lower() or key in _NO_SETTINGS or name in _NAMES:
             continue
         meant = nearest(name, _NAMES, _SURE)
         found[key] = environment_name(meant) if meant else ""
@@ -472,4 +605,21 @@ def _check_together(settings: RunSettings, sources: Mapping[str, Source]) -> Non
             f"above the limit of {settings.max_nproc}; if you mean it, raise the limit with "
             f"max_nproc in {DEFAULT_FILE} or {environment_name('max_nproc')}="
             f"{settings.nproc_per_node}"
+        )
+    if settings.spares and not settings.on_nodes:
+        raise UserError(
+            f"spares = {settings.spares} (from {sources['spares']}): a spare takes the place of a "
+            "lost node, and this job has none to lose; give --local-nodes too, or leave it out"
+        )
+    if settings.nnodes > 1 and not settings.coordinator:
+        raise UserError(
+            f"nnodes = {settings.nnodes} (from {sources['nnodes']}): the hosts must know where to "
+            "meet; give --coordinator HOST:PORT too, the same on each, or --local-nodes for nodes "
+            "on this machine"
+        )
+    if settings.local_nodes and settings.coordinator:
+        raise UserError(
+            f"local_nodes = {settings.local_nodes} (from {sources['local_nodes']}) starts all "
+            f"nodes here, and coordinator = {settings.coordinator} (from "
+            f"{sources['coordinator']}) waits for those of other hosts; give one of them"
         )

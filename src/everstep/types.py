@@ -61,6 +61,7 @@ class CauseKind(enum.StrEnum):
     RECEIPT = "receipt"  # restored state does not match its source's digest
     HANG = "hang"  # the process lives and has not moved for too long, while others wait for it
     WORKER = "worker"  # everstep's own worker code asked to be replaced
+    NODE = "node"  # a node is gone, and all its ranks with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,8 @@ class Cause:
     `text` is one line. `detail` is a traceback or the last lines of output. `signature` names the
     error for the "same error twice" rule (type and message of an exception, name of a signal).
     `at_s` is when the fault happened on the host's monotonic clock, if the one who saw it knows;
-    else None. `fault` is the chaos spec that caused it."""
+    else None. `fault` is the chaos spec that caused it. `where` is where the rank stood, for a
+    sentence ("in step 5 (optimizer)"), if that is known."""
 
     kind: CauseKind
     text: str
@@ -80,6 +82,7 @@ class Cause:
     signal: int | None = None
     at_s: float | None = None
     fault: str | None = None
+    where: str = ""
 
     def job_exit_code(self) -> int:
         """The exit code of a job that ends by this cause: 128+signal, the script's code, else 1."""
@@ -136,11 +139,13 @@ class Decision(enum.StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
     """One rank's part in a plan. `sources`: for FETCH the ranks that hold the state, striped over
-    all of them. `sinks`: the ranks to which this rank sends its stripe."""
+    all of them. `sinks`: the ranks to which this rank sends its stripe. `copy`: for FETCH without
+    sources: from the rank's own copy in memory."""
 
     decision: Decision
     sources: tuple[int, ...] = ()
     sinks: tuple[int, ...] = ()
+    copy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

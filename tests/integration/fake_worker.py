@@ -171,6 +171,8 @@ class FakeWorker:
         for fault in [f for f in self.faults if (f.step, f.at) == (step, at)]:
             self.faults.remove(fault)
             self.channel.send(m.Fired(index=fault.index, t=time.monotonic()))
+            if fault.kind in ("node", "agent"):
+                signal.pause()  # until it is ended with its node
             if fault.kind == "raise":
                 raise ChaosError(f"{fault.text} was asked for")
             if fault.kind == "exit":

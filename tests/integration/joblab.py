@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections import Counter
@@ -10,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everstep import chaos
 from everstep.launch.local import run_job
-from everstep.settings import RunSettings
+from everstep.settings import RunSettings, faults_of
 from everstep.wire.messages import ScriptSpec
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -75,17 +75,14 @@ def run_script(
     run_id = f"t{os.getpid()}-{len(list(folder.iterdir()))}"
     options: dict[str, Any] = {"lift_budgets": True, "record": True, **settings}
     keeper = _Keeper(on_record)
-    outcome = run_job(
-        RunSettings(
-            script=ScriptSpec(target=str(script), module=False, args=args),
-            nproc_per_node=nproc,
-            run_id=run_id,
-            log_dir=str(folder),
-            chaos=chaos.parse_all(faults, nproc),
-            **options,
-        ),
-        keeper,
+    job = RunSettings(
+        script=ScriptSpec(target=str(script), module=False, args=args),
+        nproc_per_node=nproc,
+        run_id=run_id,
+        log_dir=str(folder),
+        **options,
     )
+    outcome = run_job(dataclasses.replace(job, chaos=faults_of(job, faults)), keeper)
     result = Result(outcome.exit_code, outcome.text, keeper.records, keeper.lines)
     _read_trace(outcome.run_dir / "trace.jsonl", result)
     _read_metrics(outcome.run_dir / "metrics.jsonl", result)

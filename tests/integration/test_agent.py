@@ -280,7 +280,7 @@ def test_a_fork_that_was_asked_of_a_dying_zygote_is_made_by_the_next(job: Job) -
 
 
 def test_a_zygote_that_hangs_is_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.agent.agent.END_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("everstep.agent.node.END_TIMEOUT_S", 1.0)
 
     def stop_zygote(record: dict[str, Any]) -> None:
         if record["event"] == "step" and record["step"] == 2:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.integration.joblab import TINY, Result, assert_same_run, assert_survived, run_script
+from tests.integration.leaks import Held, Workers, growth
 
 from everstep import chaos
 from everstep.launch.prove import prove
@@ -100,39 +101,33 @@ def test_random_faults_are_survived(clean: Clean, tmp_path: Path) -> None:
     assert_same_run(clean(*args), result)
 
 
-def _held_by_the_agent() -> dict[str, float]:
-    """What this process, in which the agent runs, and its job hold of the machine."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "shared": sum(
-            name.startswith(f"everstep-t{os.getpid()}") for name in os.listdir("/dev/shm")
-        ),
-        "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
-    }
-
-
 @pytest.mark.timeout(600)
 def test_two_hundred_random_faults_leave_nothing_behind(clean: Clean, tmp_path: Path) -> None:
-    """In the agent; of what stays in a worker, test_recovery.py has a test."""
+    """In this process, in which the agent runs, in /dev/shm, and in each worker."""
     args = ("--steps", "420", "--batchnorm")
     text = "random:count=200,seed=7,steps=2-410"
-    held: list[dict[str, float]] = []
+    agent: list[Held] = []
+    names: list[int] = []
+    workers = Workers()
 
     def on_record(record: dict[str, Any]) -> None:
+        workers.on_record(record)
         if record["event"] == "incident_closed":
-            held.append(_held_by_the_agent())
+            held = Held.by(os.getpid())
+            assert held is not None
+            agent.append(held)
+            own = f"everstep-t{os.getpid()}"
+            names.append(sum(name.startswith(own) for name in os.listdir("/dev/shm")))
 
     result = run_script(
         tmp_path, *args, faults=(text,), nproc=3, on_record=on_record, collective_timeout_s=5.0
     )
     assert_survived(result, *(spec.text for spec in chaos.parse_all([text], 3)))
     assert_same_run(clean(*args), result)
-    for name in ("descriptors", "threads", "shared"):
-        early, late = (max(row[name] for row in rows) for rows in (held[3:23], held[-20:]))
-        assert late <= early + 1, (name, early, late)
-    assert held[-1]["rss_mib"] <= held[3]["rss_mib"] + 16, (held[3], held[-1])
+    slack = Held(descriptors=1, threads=1, shared=1, rss_mib=16.0)
+    assert list(growth(agent[3:], slack)) == []
+    assert max(names[-20:]) <= max(names[3:23]) + 1, names
+    assert workers.growth() == []
 
 
 # ---------------------------------------------------------------- silence

@@ -56,6 +56,39 @@ def train_step(batch):
 """
 
 
+SHARDED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import everstep
+
+run = everstep.init()
+torch.manual_seed(1)
+x = torch.linspace(0, 1, 64)[:, None]
+dataset = TensorDataset(x, x.square())
+"""
+LOOP = """
+for batch in run.batches(until=20):
+    train_step(batch)
+"""
+
+
+@pytest.mark.slow
+def test_the_page_on_sharding_runs_under_a_fault(tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(SHARDED + _code(ROOT / "docs" / "howto" / "shard-a-model.md") + STEP + LOOP)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    fault = "kill:rank=1,step=9,at=commit"
+    result = run_script(runs, script=script, nproc=4, faults=(fault,))
+    assert result.exit_code == 0, result.text + "\n".join(result.lines)
+    assert_survived(result, fault)
+    told = [*result.of("incident_opened"), *result.of("incident_cause")]
+    stood = [one["cause"]["where"] for one in told if one["cause"]["kind"] == "signal"]
+    assert stood == ["in step 9 (after an update)"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["evaluate", "accumulate-gradients", "save-a-checkpoint"])
 def test_a_how_to_page_runs_under_a_fault_in_its_body(

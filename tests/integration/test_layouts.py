@@ -38,6 +38,7 @@ REPLICATED = (
     "tp",
     "pipeline",
     "experts",
+    "split",
 )
 UNDONE = ("closure", "lbfgs", "undo", "hsdp-tail", "zero")  # their fence is late
 ALONE = ("fsdp", "fsdp-keep", "fsdp-mixed", "fsdp-prefetch", "zero")
@@ -50,11 +51,17 @@ def job(tmp_path: Path) -> Job:
 
     def run(layout: str, *faults: str, nproc: int = 4) -> Result:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
         arguments = (layout, "--steps", str(STEPS))
         return run_script(folder, *arguments, script=SCRIPT, nproc=nproc, faults=faults)
 
     return run
+
+
+def assert_exact(job: Job, layout: str, *faults: str, nproc: int = 4) -> None:
+    """The run with the faults is the run without."""
+    result = job(layout, *faults, nproc=nproc)
+    assert_same_run(job(layout, nproc=nproc), result)
+    assert_survived(result, *faults)
 
 
 def deal(layout: str, nproc: int = 4) -> tuple[str, ...]:
@@ -90,26 +97,17 @@ def test_the_deal_covers_all_pairs() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", REPLICATED)
 def test_a_layout_under_all_faults(layout: str, job: Job) -> None:
-    faults = deal(layout)
-    result = job(layout, *faults)
-    assert_same_run(job(layout), result)
-    assert_survived(result, *faults)
+    assert_exact(job, layout, *deal(layout))
 
 
 @pytest.mark.slow
 def test_a_compiled_model(job: Job) -> None:
-    faults = deal("compiled", nproc=2)[:3]
-    result = job("compiled", *faults, nproc=2)
-    assert_same_run(job("compiled", nproc=2), result)
-    assert_survived(result, *faults)
+    assert_exact(job, "compiled", *deal("compiled", nproc=2)[:3], nproc=2)
 
 
 @pytest.mark.slow
 def test_three_mesh_dimensions(job: Job) -> None:
-    faults = deal("hsdp-tp", nproc=8)[:4]
-    result = job("hsdp-tp", *faults, nproc=8)
-    assert_same_run(job("hsdp-tp", nproc=8), result)
-    assert_survived(result, *faults)
+    assert_exact(job, "hsdp-tp", *deal("hsdp-tp", nproc=8)[:4], nproc=8)
 
 
 @pytest.mark.slow
@@ -120,9 +118,7 @@ def test_exceptions_where_no_shard_has_a_second_copy(layout: str, job: Job) -> N
         f"raise:rank={index % 2},step={3 * index + 2},at={place}"
         for index, place in enumerate(places)
     )
-    result = job(layout, *faults, nproc=2)
-    assert_same_run(job(layout, nproc=2), result)
-    assert_survived(result, *faults)
+    assert_exact(job, layout, *faults, nproc=2)
 
 
 @pytest.mark.slow
@@ -142,9 +138,7 @@ def test_two_at_once_in_the_first_and_last_step(layout: str, place: str, job: Jo
     faults = tuple(
         f"kill:rank={rank},step={step},at={place}" for step in (1, 5, STEPS) for rank in (0, 3)
     )
-    result = job(layout, *faults)
-    assert_same_run(job(layout), result)
-    assert_survived(result, *faults)
+    assert_exact(job, layout, *faults)
 
 
 @pytest.mark.slow

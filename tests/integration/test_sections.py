@@ -20,7 +20,6 @@ SECTIONS = SCRIPTS / "sections.py"
 def _run(folder: Path, case: str, *own: str, faults: tuple[str, ...] = ()) -> Result:
     """Run the script; what it writes is in `folder`/files."""
     (folder / "files").mkdir(parents=True)
-    (folder / "runs").mkdir()
     files = str(folder / "files")
     return run_script(folder / "runs", case, files, *own, script=SECTIONS, nproc=3, faults=faults)
 
@@ -203,7 +202,6 @@ def test_it_is_refused(case: str, tmp_path: Path) -> None:
     code, says = REFUSED[case]
     script = tmp_path / "script.py"
     script.write_text(HEAD + textwrap.dedent(code))
-    (tmp_path / "runs").mkdir()
     result = run_script(tmp_path / "runs", script=script, nproc=2, lift_budgets=False)
     assert result.exit_code == 2, result.text + "\n".join(result.lines)
     assert says in result.text
@@ -214,7 +212,7 @@ def test_it_is_refused(case: str, tmp_path: Path) -> None:
 def test_an_unprotected_run_is_the_same_run(case: str, tmp_path: Path) -> None:
     """Sections seed alike where nothing protects them."""
     protected, plain = tmp_path / "protected", tmp_path / "plain"
-    for folder in (protected, plain, tmp_path / "runs"):
+    for folder in (protected, plain):
         folder.mkdir()
     result = run_script(tmp_path / "runs", case, str(protected), script=SECTIONS, nproc=1)
     assert result.exit_code == 0, result.text

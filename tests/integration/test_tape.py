@@ -12,9 +12,17 @@ from tests.integration.joblab import SCRIPTS, Result, assert_same_run, assert_su
 def told(folder: Path, case: str, **options: Any) -> Result:
     """A run of its own folder, where the script counts its starts."""
     folder.mkdir()
-    (folder / "runs").mkdir()
     script = SCRIPTS / "told.py"
     return run_script(folder / "runs", case, str(folder), script=script, nproc=4, **options)
+
+
+def assert_told_again(folder: Path, case: str, *faults: str) -> Result:
+    """The run with the faults, which is the run without."""
+    clean = told(folder / "clean", case)
+    faulted = told(folder / "faulted", case, faults=faults)
+    assert_survived(faulted, *faults)
+    assert_same_run(clean, faulted)
+    return faulted
 
 
 @pytest.mark.slow
@@ -27,10 +35,7 @@ def test_every_rank_can_be_told_again(tmp_path: Path) -> None:
         "kill:rank=1,step=6,at=forward",
         "kill:rank=3,step=8,at=optimizer",
     )
-    clean = told(tmp_path / "clean", "small")
-    faulted = told(tmp_path / "faulted", "small", faults=faults)
-    assert_survived(faulted, *faults)
-    assert_same_run(clean, faulted)
+    assert_told_again(tmp_path, "small", *faults)
 
 
 @pytest.mark.slow
@@ -38,10 +43,7 @@ def test_a_rank_that_dies_early_can_be_told_again(tmp_path: Path) -> None:
     """In the first step all start again, with a new tape; in the second the tape is complete but
     for that step."""
     faults = ("kill:rank=2,step=1,at=backward", "kill:rank=1,step=2,at=backward")
-    clean = told(tmp_path / "clean", "wide")
-    faulted = told(tmp_path / "faulted", "wide", faults=faults)
-    assert_survived(faulted, *faults)
-    assert_same_run(clean, faulted)
+    assert_told_again(tmp_path, "wide", *faults)
 
 
 @pytest.mark.slow
@@ -49,20 +51,14 @@ def test_the_order_of_buckets_is_told_again(tmp_path: Path) -> None:
     """Gradients come in another order on odd ranks; the layout of buckets is rank 0's on all, told
     when step 2 begins."""
     faults = ("kill:rank=1,step=2,at=backward", "kill:rank=3,step=6,at=backward")
-    clean = told(tmp_path / "clean", "order")
-    faulted = told(tmp_path / "faulted", "order", faults=faults)
-    assert_survived(faulted, *faults)
-    assert_same_run(clean, faulted)
+    assert_told_again(tmp_path, "order", *faults)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["table", "wide"])
 def test_large_things_that_are_state_need_no_tape(case: str, tmp_path: Path) -> None:
     faults = ("kill:rank=0,step=4,at=backward", "kill:rank=2,step=6,at=backward")
-    clean = told(tmp_path / "clean", case)
-    faulted = told(tmp_path / "faulted", case, faults=faults)
-    assert_survived(faulted, *faults)
-    assert_same_run(clean, faulted)
+    faulted = assert_told_again(tmp_path, case, *faults)
     assert not [note for note in faulted.of("note") if note["key"].startswith("untold")]
 
 
@@ -91,11 +87,8 @@ def test_a_rank_that_would_tell_otherwise_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_pipeline_learns_its_shapes_from_the_tape(tmp_path: Path) -> None:
     faults = ("kill:rank=1,step=4,at=backward", "kill:rank=2,step=6,at=forward")
-    folders = [tmp_path / "clean", tmp_path / "faulted"]
-    for folder in folders:
-        folder.mkdir()
     script = SCRIPTS / "layouts.py"
-    clean = run_script(folders[0], "pipeline", script=script, nproc=4)
-    faulted = run_script(folders[1], "pipeline", script=script, nproc=4, faults=faults)
+    clean = run_script(tmp_path / "clean", "pipeline", script=script, nproc=4)
+    faulted = run_script(tmp_path / "faulted", "pipeline", script=script, nproc=4, faults=faults)
     assert_survived(faulted, *faults)
     assert_same_run(clean, faulted)

@@ -18,6 +18,8 @@ holding = st.builds(
     in_section=st.booleans(),
 )
 worlds = st.lists(holding, min_size=1, max_size=7)
+Copied = dict[str, set[int]]
+copies = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sets(st.integers(1, 5), max_size=2))
 
 
 PLACES = [(step, sections) for step in range(6) for sections in range(3)]
@@ -37,27 +39,39 @@ def whole_at(world: list[Holding], place: Position, advance: bool) -> dict[str, 
     return found
 
 
-def naive_place(world: list[Holding], seen: Position = (0, 0)) -> Position | None:
-    """The newest place for which every shard has a copy or can make one, tried one by one; (0, 0)
-    is where the script begins."""
+def copied_of(world: list[Holding], copied: Copied) -> Copied:
+    """Copies are of shards that the job has."""
+    return {shard: copied[shard] for shard in copied if shard in {h.shard for h in world}}
+
+
+def naive_place(
+    world: list[Holding], seen: Position = (0, 0), copied: Copied | None = None
+) -> Position | None:
+    """The newest place for which every shard has a holder, can be made or was copied, tried one by
+    one; (0, 0) is where the script begins."""
+    kept = copied or {}
     committed = {(h.committed, h.sections) for h in world} | {seen}
     if max(committed)[0] == 0:
         return 0, 0
     best = None
     for place in PLACES:
         have, make = whole_at(world, place, False), whole_at(world, place, True)
-        if place in committed and all(have[shard] or make[shard] for shard in have):
+        reached = (have[s] or make[s] or place[0] in kept.get(s, ()) for s in have)
+        if place in committed and all(reached):
             best = place if place[0] > 0 else (0, 0)
     return best
 
 
-@given(worlds, st.sampled_from(PLACES))
+@given(worlds, st.sampled_from(PLACES), copies)
 @settings(max_examples=600)
-def test_the_place_is_that_of_the_naive_planner(world: list[Holding], seen: Position) -> None:
-    for before in ((0, 0), seen):
-        outcome = plan(world, before)
-        expected = naive_place(world, before)
-        assert choose(world, {h.shard for h in world}, before) == expected
+def test_the_place_is_that_of_the_naive_planner(
+    world: list[Holding], seen: Position, copied: Copied
+) -> None:
+    kept = copied_of(world, copied)
+    for before, known in (((0, 0), {}), (seen, {}), ((0, 0), kept), (seen, kept)):
+        outcome = plan(world, before, known)
+        expected = naive_place(world, before, known)
+        assert choose(world, {h.shard for h in world}, before, known) == expected
         if expected is None:
             assert isinstance(outcome, Lost)
         else:
@@ -65,17 +79,30 @@ def test_the_place_is_that_of_the_naive_planner(world: list[Holding], seen: Posi
             assert outcome.position == expected
 
 
-@given(worlds)
-def test_ranks_that_hold_nothing_may_be_left_out(world: list[Holding]) -> None:
-    shards = {h.shard for h in world}
+@given(worlds, st.sampled_from(PLACES), copies)
+def test_ranks_that_hold_nothing_may_be_left_out(
+    world: list[Holding], seen: Position, copied: Copied
+) -> None:
+    shards, kept = {h.shard for h in world}, copied_of(world, copied)
     gone = [Holding(committed=0, torn=True, shard=shard) for shard in shards]
-    assert choose(world, shards) == choose([*world, *gone], shards)
+    for known in ({}, kept):
+        assert choose(world, shards, seen, known) == choose([*world, *gone], shards, seen, known)
 
 
-@given(worlds, st.integers(1, 8))
+@given(worlds, st.sampled_from(PLACES), copies)
+def test_copies_lead_to_no_older_place(
+    world: list[Holding], seen: Position, copied: Copied
+) -> None:
+    shards, kept = {h.shard for h in world}, copied_of(world, copied)
+    without, found = choose(world, shards, seen), choose(world, shards, seen, kept)
+    assert without is None or (found is not None and found >= without)
+
+
+@given(worlds, st.integers(1, 8), copies)
 @settings(max_examples=600)
-def test_every_rank_can_do_its_part(world: list[Holding], most: int) -> None:
-    outcome = plan(world, most_sources=most)
+def test_every_rank_can_do_its_part(world: list[Holding], most: int, copied: Copied) -> None:
+    kept = copied_of(world, copied)
+    outcome = plan(world, copied=kept, most_sources=most)
     if isinstance(outcome, Lost):
         return
     assert len(outcome.ranks) == len(world)
@@ -95,7 +122,9 @@ def test_every_rank_can_do_its_part(world: list[Holding], most: int) -> None:
             holders = have[shard] or make[shard]
             assert set(part.sources) <= set(holders)
             assert len(part.sources) == len(set(part.sources)) == min(most, len(holders))
-        assert (part.sources != ()) == (part.decision is Decision.FETCH)
+            assert part.copy == (not holders), "peers first: their state is there already"
+            assert holders or outcome.step in kept[shard]
+        assert (part.sources != () or part.copy) == (part.decision is Decision.FETCH)
         assert part.decision is not Decision.FETCH or not part.sinks
         for source in part.sources:
             assert rank in outcome.ranks[source].sinks
@@ -114,9 +143,10 @@ def test_sources_share_the_work(holders: int, joiners: int, most: int) -> None:
     assert max(asked) <= joiners * min(most, holders) / holders + min(most, joiners)
 
 
-@given(worlds)
-def test_what_is_lost_is_lost(world: list[Holding]) -> None:
-    outcome = plan(world)
+@given(worlds, copies)
+def test_what_is_lost_is_lost(world: list[Holding], copied: Copied) -> None:
+    kept = copied_of(world, copied)
+    outcome = plan(world, copied=kept)
     if isinstance(outcome, Plan):
         return
     assert outcome.shards
@@ -127,7 +157,8 @@ def test_what_is_lost_is_lost(world: list[Holding]) -> None:
     for place in {h.position for h in world}:
         for ready in (False, True):
             for shard, ranks in whole_at(world, place, ready).items():
-                reached[shard] |= {place} if ranks else set()
+                there = ranks or place[0] in kept.get(shard, ())
+                reached[shard] |= {place} if there else set()
     gone = {shard for shard, places in reached.items() if not places}
     apart = [
         {shard for shard, places in reached.items() if place not in places}
@@ -136,11 +167,13 @@ def test_what_is_lost_is_lost(world: list[Holding]) -> None:
     assert set(outcome.shards) in ([gone] if gone else apart)
 
 
-@given(worlds, st.randoms(use_true_random=False))
-def test_the_order_of_the_ranks_does_not_matter(world: list[Holding], order: object) -> None:
-    shuffled = list(world)
+@given(worlds, st.randoms(use_true_random=False), copies)
+def test_the_order_of_the_ranks_does_not_matter(
+    world: list[Holding], order: object, copied: Copied
+) -> None:
+    shuffled, kept = list(world), copied_of(world, copied)
     order.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, other = plan(world), plan(shuffled)
+    one, other = plan(world, copied=kept), plan(shuffled, copied=kept)
     assert type(one) is type(other)
     if isinstance(one, Plan) and isinstance(other, Plan):
         assert one.position == other.position

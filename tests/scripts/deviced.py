@@ -138,7 +138,7 @@ def train_step(batch: torch.Tensor) -> torch.Tensor:
     scaler.step(optimizer)
     scaler.update()
     scheduler.step()
-    if protected:  # after the update, so that the device may not decide
+    if protected:
         with torch.no_grad():
             average.weight.lerp_(first.weight, 0.5)
     optimizer.zero_grad(set_to_none=args.case != "zeroed")

@@ -67,6 +67,26 @@ def ordinary(model: Any, optimizer: Any, *, clip: bool = True) -> Callable[[Any]
     return train_step
 
 
+def by_closure(model: Any, optimizer: Any, *, alike: bool = False) -> Step:
+    """`alike`: the optimizer decides by the loss, so it must be every rank's."""
+
+    def train_step(batch: Any) -> Any:
+        x, y = batch
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss: Any = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            if alike:
+                loss = loss.detach().clone()
+                dist.all_reduce(loss)
+            return loss
+
+        return optimizer.step(closure).detach()
+
+    return train_step
+
+
 def shard(model: Any, **options: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -330,20 +350,7 @@ else:
         undo = {"undo": True}
     if layout == "lbfgs":
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-        def function(batch: Any) -> Any:
-            x, y = batch
-
-            def closure() -> Any:
-                optimizer.zero_grad()
-                loss: Any = nn.functional.cross_entropy(model(x), y)
-                loss.backward()
-                mean = loss.detach().clone()
-                dist.all_reduce(mean)  # the optimizer decides by it, so it must be every rank's
-                return mean
-
-            return optimizer.step(closure).detach()
-
+        function = by_closure(model, optimizer, alike=True)
     elif layout == "zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -377,18 +384,7 @@ else:
 
     elif layout == "closure":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-        def function(batch: Any) -> Any:
-            x, y = batch
-
-            def closure() -> Any:
-                optimizer.zero_grad()
-                loss: Any = nn.functional.cross_entropy(model(x), y)
-                loss.backward()
-                return loss
-
-            return optimizer.step(closure).detach()
-
+        function = by_closure(model, optimizer)
     elif layout == "scaler":
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
         things["scaler"] = scaler
@@ -425,6 +421,25 @@ else:
             dist.all_gather_object(said, {"rank": run.rank, "step": run.committed})
             loss: Any = nn.functional.cross_entropy(model(x), y) * (1 + said[-1]["rank"])
             loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+    elif layout == "split":
+        dist.new_group([0, 1])  # so that ranks 2 and 3 count their groups otherwise
+        half: Any = dist.split_group(split_ranks=[[0, 2], [1, 3]])
+        alone: Any = dist.split_group(half, [[0], [1]])  # c10d has one name for two of these
+        gone: Any = dist.split_group(half, [[0, 1]])
+        dist.barrier()  # until all have it
+        dist.destroy_process_group(gone)
+
+        def function(batch: Any) -> Any:
+            x, y = batch
+            loss: Any = nn.functional.cross_entropy(model(x), y)
+            told = torch.full((), float(run.rank))
+            for group in (half, alone, half):
+                dist.all_reduce(told, group=group)
+            (loss * told).backward()
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach()

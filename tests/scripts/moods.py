@@ -42,15 +42,19 @@ class Net(nn.Module):
 net = Net()
 model = DistributedDataParallel(net, broadcast_buffers=False, bucket_cap_mb=0.0005)
 optimizer: torch.optim.Optimizer = torch.optim.SGD(
-    net.first.parameters() if case == "in-turn" else model.parameters(),
+    net.first.parameters() if case in ("in-turn", "joins") else model.parameters(),
     lr=0.1,
+    momentum=0.9 if case == "damped" else 0.0,
     fused=case == "scaler",
 )
 second = torch.optim.Adam(net.last.parameters(), lr=0.01)
 scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=case == "scaler")
 things: dict[str, Any] = {"scaler": scaler} if case == "scaler" else {}
-if case == "in-turn":
+if case in ("in-turn", "joins"):
     things["second"] = second
+other = DistributedDataParallel(nn.Linear(8, 3))
+if case == "rare":
+    things |= {"other": other, "third": torch.optim.SGD(other.parameters(), lr=0.1)}
 run.data(lambda step, rank, world: torch.randn(6, 8) + rank)
 run.protect(model=model, optimizer=optimizer, **things)
 
@@ -67,14 +71,24 @@ def train_step(x: Any) -> Any:
         model.zero_grad()
     if case == "made":
         x.mul_(0.5)
+    if case == "teacher":
+        net.eval()  # and back, if nothing is raised between
+        with torch.no_grad():
+            x = x + model(x).mean()
+        net.train()
+    if case == "damped" and run.committed == 4:
+        for entry in optimizer.state.values():
+            entry["momentum_buffer"].mul_(0.5)
     loss = model(x).square().mean()
+    if case == "rare" and run.committed % 5 == 0:
+        loss = loss + other(x).square().mean()
     scaler.scale(loss).backward()
-    if case == "in-turn":
+    if case in ("in-turn", "joins"):
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         run.state["norm"] = float(norm)  # known only now: the job has a fence
     scaler.step(optimizer)
     scaler.update()
-    if case == "in-turn" and run.committed % 2:
+    if (case == "in-turn" and run.committed % 2) or (case == "joins" and run.committed >= 5):
         second.step()
     if case != "carried":
         model.zero_grad()

@@ -8,6 +8,7 @@ from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.coordinator import Coordinator
 from everstep.core.ladder import Policy
+from everstep.core.nodes import Layout
 from everstep.types import Cause, CauseKind, Holding
 
 A = TypeVar("A", bound=do.Action)
@@ -39,10 +40,10 @@ def early() -> Cause:
 class Driver:
     """A job of `world_size` ranks. `incarnations[r]` is who holds rank r, as the actions told."""
 
-    def __init__(self, world_size: int = 4, **policy: Any) -> None:
+    def __init__(self, world_size: int = 4, layout: Layout | None = None, **policy: Any) -> None:
         self.world_size = world_size
         self.ranks = range(world_size)
-        self.coordinator = Coordinator(world_size, Policy(**policy))
+        self.coordinator = Coordinator(world_size, Policy(**policy), layout)
         self.now_s = 100.0
         self.incarnations = [0] * world_size
         self.last: list[do.Action] = []

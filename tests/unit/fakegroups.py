@@ -24,6 +24,7 @@ class FakeWork:
     def __init__(self, *, has_future: bool = True) -> None:
         self.future: torch.futures.Future[Any] = torch.futures.Future()
         self._has_future = has_future
+        self.asked = 0
         self._ended = threading.Event()
         self._error: Exception | None = None
 
@@ -36,6 +37,7 @@ class FakeWork:
             self.future.set_exception(error)
 
     def get_future(self) -> torch.futures.Future[Any]:
+        self.asked += 1
         if not self._has_future:
             raise RuntimeError("no future")
         return self.future

@@ -68,7 +68,7 @@ def test_only_a_kill_that_met_a_living_process_is_everstep_s(
     async def case() -> None:
         loop = asyncio.get_running_loop()
         progress = ProgressFile(tmp_path, "r", 0, 1)
-        worker = Worker(loop, spec(progress), progress, tmp_path / "log")
+        worker = Worker(loop, spec(progress), {}, progress, tmp_path / "log")
         with subprocess.Popen(["sleep", "60"]) as child:
             worker.attach(child.pid, lambda: None)
             death(worker, child)

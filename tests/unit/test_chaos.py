@@ -69,7 +69,8 @@ def test_every_kind_and_place_can_be_written_and_is_told_apart() -> None:
         "slow": "slow=2",
     }
     for kind in chaos.KINDS:
-        assert chaos.parse(f"{written.get(kind, kind)}:rank=0,step=2").kind == kind
+        who = "index" if kind in chaos.OF_NODES else "rank"
+        assert chaos.parse(f"{written.get(kind, kind)}:{who}=0,step=2").kind == kind
     said = {chaos.where(chaos.parse(f"kill:rank=0,step=2,at={p}")) for p in chaos.PLACES[1:]}
     said.add(chaos.where(chaos.parse("kill:rank=0,at=setup")))
     assert len(said) == len(chaos.PLACES)
@@ -116,6 +117,10 @@ def test_every_kind_and_place_can_be_written_and_is_told_apart() -> None:
         ("exit=x:rank=1,step=5", "exit=x is not a whole number"),
         ("exit:rank=1,step=5", "exit=1 to exit=255"),
         ("", "is no kind of fault"),
+        ("node", "no slot and no step; write node|agent:index=I"),
+        ("node:rank=1,step=5", "the keys are index, step, at"),
+        ("agent:index=-1,step=5", "slots count from 0"),
+        ("agent:step=5", "index is missing"),
     ],
 )
 def test_refusals_name_the_fault_and_what_to_do(text: str, says: str) -> None:
@@ -246,6 +251,28 @@ def test_every_kind_and_place_is_drawn_some_time() -> None:
     assert {spec.rank for spec in specs} == {0, 1, 2, 3}
     kinds = {spec.text.partition(":")[0] for spec in specs}
     assert kinds == set(chaos.DEFAULT_RANDOM_KINDS)
+
+
+def test_a_fault_of_a_node_stands_at_the_first_rank_of_its_slot() -> None:
+    texts = ["node:index=2,step=5", "agent:index=0,at=setup"]
+    first, second = chaos.parse_all(texts, world_size=6, nproc_per_node=2)
+    assert (first.kind, first.rank, first.step, first.at) == ("node", 4, 5, "backward")
+    assert (second.kind, second.rank, second.step, second.at) == ("agent", 0, 0, "setup")
+
+
+def test_a_fault_of_a_node_needs_nodes() -> None:
+    with pytest.raises(UserError, match="give it some with --local-nodes"):
+        chaos.parse_all(["node:index=0,step=5"], world_size=2)
+    with pytest.raises(UserError, match=r"index=3 can never fire; the job has slots 0 to 2"):
+        chaos.parse_all(["node:index=3,step=5"], world_size=6, nproc_per_node=2)
+
+
+def test_random_faults_may_be_of_nodes() -> None:
+    text = "random:count=9,seed=1,steps=1-90,kinds=node+agent+kill"
+    specs = chaos.parse_all([text], world_size=6, nproc_per_node=2)
+    of_nodes = [spec for spec in specs if spec.kind in chaos.OF_NODES]
+    assert {spec.kind for spec in of_nodes} == set(chaos.OF_NODES)
+    assert all(spec.rank == 2 * int(spec.text.split("index=")[1][0]) for spec in of_nodes)
 
 
 def test_all_are_numbered_in_order_and_equal_ones_are_two() -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ from everstep.errors import UserError
 from everstep.launch import preflight
 from everstep.settings import RunSettings
 from everstep.types import OLDEST_TORCH
+from everstep.wire.secret import Secret, make_secret
 from everstep.worker import zygote
 
 SOURCES = Path(cli.__file__).parent.parent
@@ -155,6 +156,44 @@ def test_all_options_arrive(backend: Backend) -> None:
     assert (settings.log_dir, settings.max_restarts, settings.quiet) == ("runs", 7, True)
     assert [spec.index for spec in settings.chaos] == [0, 1]
     assert (settings.script.target, settings.script.module) == ("json.tool", True)
+
+
+def test_nodes_on_this_machine(backend: Backend) -> None:
+    result = everstep(
+        "run", "--local-nodes", "3", "--spares=1", "--nproc_per_node", "2", "train.py"
+    )
+    assert result.exit_code == 0, result.output
+    settings = backend.called[0][1]
+    assert (settings.local_nodes, settings.spares, settings.world_size) == (3, 1, 6)
+
+
+def test_hosts_of_their_own(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    agents: list[Any] = []
+
+    def run_agent(settings: Any, secret: Any, environ: Mapping[str, str]) -> int:
+        agents.append((settings, secret, environ))
+        return 7
+
+    monkeypatch.setattr("everstep.agent.agent.run_agent", run_agent)
+    secret = make_secret()
+    monkeypatch.setenv("EVERSTEP_SECRET", secret.reveal())
+    options = ["--nnodes", "2", "--node-rank", "auto", "--domain", "rack=r1"]
+    # The host that has the address coordinates; 192.0.2.0/24 belongs to nobody.
+    assert everstep("run", *options, "--coordinator", "127.0.0.1:29400", "train.py").exit_code == 0
+    assert everstep("run", *options, "--coordinator", "192.0.2.1:29400", "train.py").exit_code == 7
+    assert everstep("agent", "--coordinator", "192.0.2.1:29400", "--name", "n").exit_code == 7
+    assert [function for function, _ in backend.called] == ["run_job"]
+    (first, given, environ), (second, _, _) = agents
+    assert (first.coordinator, first.domain) == (("192.0.2.1", 29400), "rack=r1")
+    assert (given, "EVERSTEP_SECRET" in environ) == (secret, False)
+    assert second.name == "n"
+
+
+def test_a_secret_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    assert everstep("secret", str(file)).exit_code == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert Secret.from_file(file).reveal() not in everstep("secret", str(file)).output
 
 
 @pytest.mark.parametrize("exit_code", [0, 3, 137])

@@ -98,7 +98,7 @@ def tell(*records: dict[str, Any]) -> list[str]:
 def test_a_kill_and_its_recovery_in_words() -> None:
     assert tell(step(9.0, 4), opened(10.0, cause()), closed(10.314)) == [
         "rank 1 was killed by SIGKILL in step 5 (backward); "
-        "stopping, a warm process takes its place",
+        "stopping, a warm process is started for it",
         "step 5 done again after 0.31 s - respawn, state from peers, 0 steps lost "
         "(rank 1 takes step 4 from ranks 0, 2, 3)",
     ]
@@ -111,7 +111,7 @@ def test_a_raise_and_its_recovery_in_words() -> None:
         closed(10.1, rung="retry", state_from="process", reason="", steps_lost=1),
     ]
     assert tell(*records) == [
-        "rank 2: ValueError: boom in step 5; stopping, the step is done again",
+        "rank 2 in step 5: ValueError: boom; stopping, the step is done again",
         "step 5 done again after 0.10 s - retry, state from the ranks' own memory, 1 step lost",
     ]
 
@@ -128,7 +128,7 @@ def test_a_fault_on_purpose_is_called_so() -> None:
     text = f"everstep.worker.faults.ChaosError: fault on purpose: {fault}"
     told = tell(step(9.0, 8), opened(10.0, cause("exception", text, fault=fault), rank=2, step=9))
     assert told == [
-        f"rank 2: fault on purpose ({fault}) in step 9; stopping, the step is done again"
+        f"rank 2 in step 9: fault on purpose ({fault}); stopping, the step is done again"
     ]
     [line] = tell(opened(10.0, cause("exception", "ValueError: boom", fault=fault), rank=2, step=9))
     assert "ValueError: boom" in line
@@ -140,13 +140,87 @@ def test_a_fault_on_purpose_is_called_so() -> None:
         ("signal", "rank 1 was killed by SIGKILL in step 5", " in step 5 (forward or backward);"),
         ("exit", "rank 1 exited with code 3 in step 5", " in step 5 (forward or backward);"),
         ("signal", "rank 1 was killed by SIGKILL in step 5 (fence)", " in step 5 (fence);"),
-        ("signal", "rank 1 was killed by SIGKILL", " by SIGKILL in step 5;"),
-        ("exception", "rank 1: ValueError: odd in step 5", " odd in step 5;"),
+        ("signal", "rank 1 was killed by SIGKILL in step 5 (after an update)", " an update);"),
+        ("signal", "rank 1 was killed by SIGKILL between steps 5 and 6", " steps 5 and 6; stop"),
+        ("signal", "rank 1 was killed by SIGKILL in a recovery", " in a recovery of step 5; stop"),
+        ("receipt", "rank 1's receipt of step 4 does not hold: no", "does not hold: no; stopping"),
+        ("exception", "ValueError: odd in step 9", "rank 1 in step 5: ValueError: odd in step 9;"),
+        ("worker", "it has to be replaced: why", "rank 1 in step 5: it has to be replaced: why;"),
     ],
 )
 def test_where_in_a_step_a_process_died(kind: str, text: str, told: str) -> None:
     [line] = tell(step(9.0, 4), opened(10.0, cause(kind, text)))
     assert told in line
+
+
+AFTER_5 = "in a section after step 5"
+
+
+@pytest.mark.parametrize(
+    ("failed", "told", "measure"),
+    [
+        (
+            cause(text=f"rank 1 was killed by SIGKILL {AFTER_5}", where=AFTER_5),
+            f"rank 1 was killed by SIGKILL {AFTER_5}",
+            "a warm process is started for it",
+        ),
+        (
+            cause("exception", "ValueError: odd", where=AFTER_5),
+            f"rank 1 {AFTER_5}: ValueError: odd",
+            "the section is done again",
+        ),
+        (
+            cause("peer", "lost touch with a peer (timed out)", where=f"{AFTER_5} (fence)"),
+            f"rank 1 lost touch with a peer (timed out) {AFTER_5} (fence)",
+            "the section is done again",
+        ),
+    ],
+)
+def test_a_section_is_called_one(failed: dict[str, Any], told: str, measure: str) -> None:
+    records = [opened(10.0, failed, step=6), stopped(10.1), closed(10.2, step=6)]
+    first, second = tell(step(9.0, 5), *records)
+    assert first == f"{told}; stopping, {measure}"
+    assert second.startswith("section after step 5 done again after 0.20 s - ")
+
+
+def test_where_an_exception_came_stands_before_it() -> None:
+    where = "in a recovery"
+    [line] = tell(step(9.0, 4), opened(10.0, cause("exception", "ValueError: odd", where=where)))
+    assert line.startswith("rank 1 in a recovery of step 5: ValueError: odd; ")
+
+
+@pytest.mark.parametrize(("ranks", "promised"), [(1, False), (2, True)])
+def test_of_a_job_of_one_rank_no_process_is_promised(ranks: int, promised: bool) -> None:
+    started = {"t": 0.0, "event": "job_started", "world_size": ranks}
+    [line] = tell(started, step(9.0, 4), opened(10.0, cause()))
+    assert ("; stopping, a warm process" in line) is promised
+    assert line.endswith("; stopping") is not promised
+
+
+def again_and_again(*failures: tuple[int, dict[str, Any]], rank: int = 1) -> list[str]:
+    records = [
+        opened(float(number), failed, incident=number, rank=rank, step=at)
+        for number, (at, failed) in enumerate(failures, start=1)
+    ]
+    return [line for line in tell(step(0.5, 1), *records) if line.startswith("note")]
+
+
+def test_a_rank_that_fails_alike_in_three_steps_is_told_of_once() -> None:
+    odd = cause("exception", "ValueError: odd", signature="ValueError: odd")
+    [note] = again_and_again((3, odd), (5, odd), (5, odd), (8, odd), (9, odd))
+    assert note.startswith(
+        "note (rank 1): it fails alike again and again, so far in steps 3, 5, 8: ValueError: odd. "
+    )
+
+
+def test_what_is_not_alike_is_no_pattern() -> None:
+    odd = cause("exception", "ValueError: odd", signature="ValueError: odd")
+    even = cause("exception", "ValueError: even", signature="ValueError: even")
+    killed = cause(signature="SIGKILL", signal=9)
+    on_purpose = odd | {"fault": "raise:rank=1,step=3"}
+    assert again_and_again((3, odd), (4, even), (5, odd), (6, even)) == []
+    assert again_and_again((3, killed), (4, killed), (5, killed)) == []
+    assert again_and_again((3, on_purpose), (4, on_purpose), (5, on_purpose)) == []
 
 
 def test_before_the_first_commit_all_start_again() -> None:
@@ -156,7 +230,7 @@ def test_before_the_first_commit_all_start_again() -> None:
 
 def test_a_rank_is_not_taken_for_another_that_begins_alike() -> None:
     [line] = tell(opened(1.0, cause(text="rank 12 hung up on its peer"), rank=1, step=5))
-    assert line.startswith("rank 1: rank 12 hung up on its peer in step 5;")
+    assert line.startswith("rank 1: rank 12 hung up on its peer;")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +272,7 @@ def test_the_death_behind_a_broken_collective_is_told_as_the_failure_and_alone()
     records = [opened(10.0, ECHO, rank=2), fired, death, stopped(10.2), closed(10.3)]
     assert tell(step(9.0, 4), *records) == [
         "rank 1 was killed by SIGKILL in step 5 (backward); "
-        "stopping, a warm process takes its place",
+        "stopping, a warm process is started for it",
         "step 5 done again after 0.40 s - respawn, state from peers, 0 steps lost "
         "(rank 1 takes step 4 from ranks 0, 2, 3)",
     ]
@@ -216,7 +290,7 @@ def test_a_death_that_is_known_late_is_told_after_its_echo() -> None:
     records = [opened(10.0, ECHO, rank=2), stopped(10.1), further(10.2, cause())]
     assert tell(step(9.0, 4), *records) == [
         LOST_TOUCH,
-        "rank 1 was killed by SIGKILL in step 5 (backward); a warm process takes its place",
+        "rank 1 was killed by SIGKILL in step 5 (backward); a warm process is started for it",
     ]
 
 
@@ -248,7 +322,7 @@ def test_further_failures_and_notes() -> None:
     third = further(10.1, cause(text="rank 3 exited with code 1"), rank=3)
     note = {"event": "note", "t": 1.0, "key": "k", "text": "zygote restarted", "rank": None}
     assert tell(third, note, note | {"rank": 2}) == [
-        "meanwhile rank 3 exited with code 1 in step 5",
+        "meanwhile rank 3 exited with code 1",
         "note: zygote restarted",
         "note (rank 2): zygote restarted",
     ]
@@ -323,7 +397,7 @@ def test_nothing_runs_into_the_live_line() -> None:
     assert terminal.rows[1:3] == [
         "[rank1] [bold]no markup[/] :smile: 12",
         "everstep: rank 1 was killed by SIGKILL in step 5 (backward); "
-        "stopping, a warm process takes its place",
+        "stopping, a warm process is started for it",
     ]
     assert terminal.rows[-1].startswith("everstep: step 1 | recovering")
     view.close()
@@ -387,7 +461,7 @@ def test_the_display_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(terminal.rows) == 1
     view.record(opened(2.5, cause(), step=123458))
     assert all(len(row.rstrip()) <= 40 for row in terminal.rows)
-    assert [row.split()[-1] for row in terminal.rows[:2]] == ["SIGKILL", "123458;"]
+    assert [row.split()[-1] for row in terminal.rows[:2]] == ["SIGKILL", "warm"]
 
 
 def test_a_terminal_that_can_not_redraw_has_no_live_line(monkeypatch: pytest.MonkeyPatch) -> None:

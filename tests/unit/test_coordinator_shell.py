@@ -37,6 +37,9 @@ class ScriptedCore:
         self.seen.append(event)
         return self.answers.pop(type(event), [])
 
+    def copies_of(self, rank: int, step: int) -> tuple[int, ...]:
+        return (rank, step)
+
 
 class Recorder:
     """Effects that are only written down."""
@@ -54,6 +57,15 @@ class Recorder:
     def kill(self, rank: int, incarnation: int, why: str) -> None:
         self.done.append(("kill", rank, incarnation))
         self.on_kill()
+
+    def dismiss(self, node: int, why: str) -> None:
+        self.done.append(("dismiss", node, why))
+
+    def keepers(self, keepers: Mapping[int, int]) -> None:
+        self.done.append(("keepers", keepers))
+
+    def cut(self, rank: int, incarnation: int, *, whole: bool) -> None:
+        self.done.append(("cut", rank, incarnation, whole))
 
     def inspect(self) -> None:
         self.done.append(("inspect",))
@@ -539,3 +551,27 @@ def test_silence_goes_to_the_core_with_the_fault_that_had_fired() -> None:
             (None, 90.0),
             ("kill:rank=1,step=3", 77.0),
         ]
+
+
+# -------------------------------------------------------------------- nodes
+
+
+def test_a_node_is_told_to_the_core_and_dismissed_for_it() -> None:
+    case = Case()
+    case.shell.node_joined(3, "host", "rack", 2)
+    assert case.core.seen == [ev.NodeJoined(node=3, host="host", domain="rack", ranks=2)]
+    assert case.act(do.Dismiss(node=3, why="lost")) == [("dismiss", 3, "lost")]
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("node", True), ("agent", False)])
+def test_a_fault_of_a_node_is_written_down_and_then_carried_out(kind: Any, whole: bool) -> None:
+    spec = m.ChaosSpec(index=0, text=f"{kind}:...", kind=kind, rank=2, step=5, at="backward")
+    case = Case(spec)
+    case.shell.message(2, 1, m.Fired(index=0, t=50.0))
+    assert [done[0] for done in case.effects.done] == ["record", "cut"]
+    assert case.effects.done[1] == ("cut", 2, 1, whole)
+    case.shell.node_lost(4, Cause(kind=CauseKind.NODE, text="closed"), [(2, 1), (3, 1)])
+    (lost,) = case.core.seen
+    assert isinstance(lost, ev.NodeLost)
+    assert (lost.node, lost.cause.fault, lost.cause.at_s) == (4, spec.text, 50.0)
+    assert case.heritage(2).faults == ()

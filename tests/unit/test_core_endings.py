@@ -450,8 +450,8 @@ def test_lost_state_ends_the_job_and_says_what_would_have_kept_it() -> None:
     assert driver.ended.cause == first
     assert driver.ended.text == (
         "the state of step 4 is lost: no process that held it is left. One more replica of every "
-        "shard, or a durable checkpoint, would have kept it. First cause, rank 0 in step 5: "
-        "the first"
+        "shard, copies in memory (--copies sync) or a durable checkpoint would have kept it. First "
+        "cause, rank 0 in step 5: the first"
     )
 
 

@@ -177,7 +177,7 @@ def test_how_an_end_reads(
     cause = processes.cause_of_exit(1, status, WHERE, "last output")
     assert (cause.kind, cause.text, cause.signature) == (kind, text, signature)
     assert cause.job_exit_code() == job_exit_code
-    assert cause.detail == "last output"
+    assert (cause.detail, cause.where) == ("last output", WHERE)
     assert (cause.fault, cause.at_s) == (None, None)
 
 

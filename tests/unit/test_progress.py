@@ -47,6 +47,38 @@ def test_a_phase_that_is_none_does_not_end_the_agent(tmp_path: Path) -> None:
     file.remove()
 
 
+def test_where_a_worker_stands_in_words(tmp_path: Path) -> None:
+    file = ProgressFile(tmp_path, "run", 0, 1)
+    worker = Progress(file.path)
+
+    def words(phase: Phase, step: int | None = None) -> str:
+        if step is not None:
+            worker.step = step
+        worker.phase = phase
+        assert file.read().words() == worker.words()
+        return worker.words()
+
+    # A replacement that has begun no step yet names none.
+    assert words(Phase.PARKED) == "while parked"
+    assert words(Phase.RECOVER) == "in a recovery"
+    assert words(Phase.BETWEEN) == "between steps"
+    assert words(Phase.SECTION, 0) == "in a section before step 1"
+    assert words(Phase.STEP, 5) == "in step 5"
+    assert words(Phase.FENCE) == "in step 5 (fence)"
+    assert words(Phase.UPDATE) == "in step 5 (optimizer)"
+    assert words(Phase.STEP) == "in step 5 (after an update)"
+    assert words(Phase.PARKED) == "while parked at step 5"
+    assert words(Phase.RECOVER) == "in a recovery"
+    assert words(Phase.STEP, 5) == "in step 5"  # another attempt
+    assert words(Phase.BETWEEN) == "between steps 5 and 6"
+    assert words(Phase.SECTION, 5) == "in a section after step 5"
+    assert words(Phase.COMPILE) == "in a section after step 5 (compilation)"
+    assert words(Phase.FENCE) == "in a section after step 5 (fence)"
+    assert words(Phase.STEP, 6) == "in step 6"
+    worker.close()
+    file.remove()
+
+
 @pytest.mark.parametrize("phase", Phase)
 def test_every_phase_has_words(tmp_path: Path, phase: Phase) -> None:
     file = ProgressFile(tmp_path, "run", 0, 1)

@@ -15,6 +15,7 @@ import pytest
 from tests.unit import journals
 
 from everstep import chaos
+from everstep.errors import UserError
 from everstep.launch.prove import prove
 from everstep.settings import RunSettings
 from everstep.wire.messages import ScriptSpec
@@ -79,17 +80,19 @@ class Proof:
             text=run.text,
         )
 
-    def prove(self) -> int:
+    def prove(self, *faults: str, **more: Any) -> int:
         script = self.folder / "train.py"
         script.write_text("")
         settings = RunSettings(
             script=ScriptSpec(target=str(script), module=False, args=()),
-            nproc_per_node=4,
             run_id="p",
             log_dir=str(self.folder / "runs"),
             chaos=chaos.parse_all(["abort:rank=0,step=1"], 4),
+            **{"nproc_per_node": 4} | more,
         )
-        return prove(settings, FAULTS, self.json_path, self.out, self.run_job)
+        nproc = settings.nproc_per_node if settings.on_nodes else None
+        parsed = chaos.parse_all(faults, settings.world_size, nproc) if faults else FAULTS
+        return prove(settings, parsed, self.json_path, self.out, self.run_job)
 
     @property
     def json_path(self) -> Path:
@@ -175,6 +178,10 @@ def never_closed(run: Run) -> None:
     run.records = [one for one in run.records if one["event"] != "incident_closed"]
 
 
+def repaired(run: Run) -> None:
+    run.records = journals.killed_and_recovered()
+
+
 def failed(run: Run) -> None:
     run.exit_code, run.text = 137, "rank 1 can not be replaced"
     run.records = [*run.records[:-1], *journals.end(5.2, 137, run.text, journals.cause())]
@@ -217,6 +224,15 @@ def failed(run: Run) -> None:
             True,
             "on rank 1 in step 5 was not survived: rank 1 was killed by SIGKILL",
         ),
+        (
+            0,
+            repaired,
+            False,
+            "clean-1 run had 1 incident, and none on purpose, so there is nothing",
+        ),
+        (1, repaired, False, "; the first: rank 1 was killed by SIGKILL in step 5 (backward)"),
+        (0, other_loss, False, "What it may come from is in docs/howto/prove-a-script.md"),
+        (2, other_loss, False, "What it may come from is in docs/howto/prove-a-script.md"),
         (2, failed, False, "the faulted run failed with exit code 137: rank 1 can not be replaced"),
         (0, failed, False, "the clean-1 run failed with exit code 137: rank 1 can not be replaced"),
         (1, failed, False, "the clean-2 run failed with exit code 137: rank 1 can not be replaced"),
@@ -234,7 +250,16 @@ def test_what_is_no_proof(
 
 
 @pytest.mark.parametrize(
-    ("at", "harm"), [(0, failed), (0, no_trace), (1, failed), (1, other_loss), (1, other_digest)]
+    ("at", "harm"),
+    [
+        (0, failed),
+        (0, repaired),
+        (0, no_trace),
+        (1, failed),
+        (1, repaired),
+        (1, other_loss),
+        (1, other_digest),
+    ],
 )
 def test_no_run_is_made_that_can_not_help(
     at: int, harm: Callable[[Run], None], proof: Proof
@@ -249,9 +274,9 @@ def test_progress_is_said_every_few_seconds(proof: Proof) -> None:
     long = [*journals.begin(), *journals.steps(1, 8, 1.0, step_s=2.0), *journals.end(18.0)]
     proof.runs[0].records = long
     proof.prove()
-    assert [line.strip() for line in proof.said.splitlines() if line.startswith("      step")][
+    assert [line.strip() for line in proof.said.splitlines() if line.startswith("      at step")][
         :2
-    ] == ["step 2", "step 5"]
+    ] == ["at step 2", "at step 5"]
 
 
 def test_on_a_terminal_progress_is_a_live_line(
@@ -266,7 +291,7 @@ def test_on_a_terminal_progress_is_a_live_line(
     proof.out = Terminal()
     assert proof.prove() == 0
     assert "step 8 | 2.0 steps/s" in proof.said
-    assert "\n      step" not in proof.said
+    assert "\n      at step" not in proof.said
     assert "never shown" not in proof.said
 
 
@@ -320,3 +345,57 @@ def test_a_script_that_records_nothing_gets_a_hint(silent: bool, proof: Proof) -
     assert proof.prove() == 0
     assert ("train_step returned nothing and logged nothing" in proof.said) is silent
     assert ("every returned value" in proof.said) is not silent
+
+
+ONE = {"nproc_per_node": 1}
+ONE_NODE = {"nproc_per_node": 2, "local_nodes": 1, "spares": 1}
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings", "why"),
+    [
+        ("kill:rank=0,step=2", ONE, "no rank is left that holds the state.*--copies sync"),
+        ("exit0:rank=0,step=1,at=between", ONE, "no rank is left"),
+        ("segv:rank=0,step=9,at=fetch", ONE, "no rank is left"),
+        ("stop:rank=0,step=1", ONE, "nobody waits for the only rank"),
+        ("hang:rank=0,step=5", ONE | {"copies": "sync"}, "nobody waits for the only rank"),
+        ("node:index=0,step=5", ONE_NODE, "no node is left"),
+    ],
+)
+def test_a_fault_that_nobody_can_survive_is_refused_at_once(
+    fault: str, settings: dict[str, Any], why: str, proof: Proof
+) -> None:
+    with pytest.raises(UserError, match=why):
+        proof.prove(fault, **settings)
+    assert proof.started == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [
+        ("kill:rank=0,step=2", {"nproc_per_node": 2}),
+        ("kill:rank=0,step=2", ONE | {"copies": "sync"}),
+        ("kill:rank=0,step=1", ONE),
+        ("kill:rank=0,at=setup", ONE),
+        ("raise:rank=0,step=5", ONE),
+        ("slow=3:rank=0,step=5", ONE),
+        ("stop:rank=0,step=5", {"nproc_per_node": 2}),
+        ("node:index=0,step=5", ONE_NODE | {"local_nodes": 2}),
+    ],
+)
+def test_a_fault_that_can_be_survived_is_tried(
+    fault: str, settings: dict[str, Any], proof: Proof
+) -> None:
+    proof.prove(fault, **settings)
+    assert len(proof.started) == 3
+
+
+def test_faults_of_steps_that_the_run_has_not_are_told_together(proof: Proof) -> None:
+    never_fired(proof.runs[2])
+    faults = [f"raise:rank=1,step={step}" for step in (5, *range(10, 30))]
+    assert proof.prove(*faults) == 1
+    told = [line for line in proof.said.splitlines() if "never injected" in line]
+    assert told[0].startswith("  - the fault raise:rank=1,step=5 was never injected: rank 1 did")
+    assert told[1].startswith("  - 20 faults were never injected, since the run has only 8 steps: ")
+    assert told[1].endswith("step=17 and 12 more")
+    assert len(told) == 2

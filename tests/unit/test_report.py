@@ -51,9 +51,7 @@ def test_a_kill_that_was_survived(tmp_path: Path) -> None:
 
 def test_a_failure_shows_its_first_cause_with_the_traceback_first(tmp_path: Path) -> None:
     traceback = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: boom'
-    cause = journals.cause(
-        kind="exception", text="rank 1: ValueError: boom in step 5", detail=traceback, signal=None
-    )
+    cause = journals.cause(kind="exception", text="ValueError: boom", detail=traceback, signal=None)
     text = "the same error came twice on rank 1 in step 5; correct the script"
     records = [
         *journals.begin(),
@@ -63,7 +61,7 @@ def test_a_failure_shows_its_first_cause_with_the_traceback_first(tmp_path: Path
     ]
     lines = reported(tmp_path, records)
     assert lines[:6] == [
-        "everstep: the first cause: rank 1: ValueError: boom in step 5",
+        "everstep: the first cause: rank 1 in step 5: ValueError: boom",
         "    Traceback (most recent call last):",
         '      File "train.py", line 7',
         "    ValueError: boom",
@@ -117,6 +115,49 @@ def test_a_narrow_terminal_has_the_times_apart(
     assert all(len(line) <= width for line in lines if str(tmp_path) not in line)
 
 
+WAITED = "and ranks 0, 2, 3 wait for it in allreduce #12 of the world"
+HANGS = f"rank 1 hangs in step 5: it has not moved for 60.2 s, {WAITED}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "shown", "full"),
+    [
+        (
+            "signal",
+            "rank 1 was killed by SIGKILL in step 5 (fence)",
+            "killed by SIGKILL (fence)",
+            "",
+        ),
+        (
+            "exit",
+            "rank 1 exited with code 3 in step 52 (fence)",
+            "exited with code 3 in step 52 (fence)",
+            "",
+        ),
+        ("hang", HANGS, "hangs: it has not moved for 60.2 s...", HANGS),
+        (
+            "exception",
+            f"ValueError: rank 1 in step 5 {'x' * 80}",
+            f"ValueError: rank 1 in step 5 {'x' * 21}...",
+            f"rank 1 in step 5: ValueError: rank 1 in step 5 {'x' * 80}",
+        ),
+    ],
+)
+def test_a_long_cause_is_cut_in_its_column_and_told_below(
+    kind: str, text: str, shown: str, full: str, tmp_path: Path
+) -> None:
+    records = [
+        *journals.begin(),
+        *journals.steps(1, 4, 1.0),
+        journals.opened(3.2, kind=kind, text=text, signal=None),
+        *journals.recovery(3.2),
+        *journals.end(5.0),
+    ]
+    lines = reported(tmp_path, records)
+    assert any(f"  {shown}  " in line for line in lines), lines
+    assert (f"  {full}" in lines) is bool(full)
+
+
 def test_a_cause_is_no_markup(tmp_path: Path) -> None:
     records = [
         *journals.begin(),
@@ -166,7 +207,7 @@ def test_a_cause_is_said_once(text: str, said: str, tmp_path: Path) -> None:
         *journals.end(3.5, exit_code=1, text=text, cause=cause),
     ]
     first, second = reported(tmp_path, records)[:2]
-    assert first == "everstep: the first cause: rank 2: ValueError: boom in step 5"
+    assert first == "everstep: the first cause: rank 2 in step 5: ValueError: boom"
     assert second == said
 
 

@@ -12,6 +12,7 @@ from everstep import settings as module
 from everstep.errors import UserError
 from everstep.settings import RunSettings, SourceKind, resolve
 from everstep.wire.messages import ScriptSpec
+from everstep.wire.secret import make_secret
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +199,54 @@ def test_more_workers_than_the_limit_says_how_to_raise_it() -> None:
     with pytest.raises(UserError, match="EVERSTEP_MAX_NPROC=65"):
         resolve({"nproc_per_node": 65}, {})
     assert resolve({"nproc_per_node": 65}, {"EVERSTEP_MAX_NPROC": "65"})[0].nproc_per_node == 65
+
+
+def test_the_world_is_all_nodes() -> None:
+    here = resolve({"nproc_per_node": 2, "local_nodes": 3, "spares": 1}, {})[0]
+    assert (here.slots, here.world_size, here.on_nodes) == (3, 6, True)
+    hosts = resolve({"nproc_per_node": 2, "nnodes": 4, "coordinator": "head:29400"}, {})[0]
+    assert (hosts.slots, hosts.world_size, hosts.on_nodes) == (4, 8, True)
+    alone = resolve({"nproc_per_node": 2}, {})[0]
+    assert (alone.slots, alone.world_size, alone.on_nodes) == (1, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"spares": 1}, "give --local-nodes too"),
+        ({"nnodes": 2}, "give --coordinator HOST:PORT too"),
+        ({"local_nodes": 2, "coordinator": "head:1"}, "give one of them"),
+        ({"coordinator": "head"}, "must be HOST:PORT"),
+        ({"coordinator": "head:0"}, "must be HOST:PORT"),
+        ({"local_nodes": -1}, "must not be negative"),
+        ({"chaos": ("node:index=0,step=1",)}, "give it some with --local-nodes"),
+    ],
+)
+def test_what_makes_no_job_of_several_nodes(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        resolve(arguments, {})
+
+
+def test_an_endpoint_is_host_and_port() -> None:
+    assert module.endpoint("head:29400") == ("head", 29400)
+    assert module.endpoint("[fd00::1]:29400") == ("fd00::1", 29400)
+    for text in ("head", ":1", "[]:1", "head:x", "head:65536"):
+        with pytest.raises(UserError, match="is not HOST:PORT"):
+            module.endpoint(text)
+
+
+def test_a_secret_comes_from_one_place_and_workers_are_not_given_it(tmp_path: Path) -> None:
+    secret = make_secret()
+    file = tmp_path / "secret"
+    secret.write(file)
+    text, path = {"EVERSTEP_SECRET": secret.reveal()}, {"EVERSTEP_SECRET_FILE": str(file)}
+    assert module.secret_of(text) == module.secret_of(path) == secret
+    assert module.without_secret(text | path | {"A": "1"}) == {"A": "1"}
+    assert not module.strangers(text | path)
+    with pytest.raises(UserError, match="are both missing"):
+        module.secret_of({})
+    with pytest.raises(UserError, match="are both set"):
+        module.secret_of(text | path)
 
 
 def test_a_fault_on_a_rank_that_is_not_there_is_refused() -> None:

@@ -92,7 +92,7 @@ def test_a_rebuild_builds_every_group_and_ends_solo_and_poison(slow: SlowWorld) 
     assert (communicators.solo, communicators.poisoned, communicators.error) == (False, False, None)
     assert [group.inner for group in communicators.groups] == sorted(
         slow.made,
-        key=lambda inner: inner.group.name == "other",  # type: ignore[union-attr]
+        key=lambda inner: inner.group.group_name == "other",  # type: ignore[union-attr]
     )
     assert [inner.destroyed for inner in slow.made] == [0, 0]
 
@@ -194,7 +194,7 @@ def test_a_build_that_fails_raises_its_error_and_takes_down_the_rest(slow: SlowW
 
     def one_fails(group: OuterGroup, generation: int) -> FakeInner:
         inner = make(group, generation)
-        if group.name == "other":
+        if group.group_name == "other":
             failing.set()
             raise RuntimeError("connection refused")
         return inner

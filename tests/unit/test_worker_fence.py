@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from everstep.core.agreement import groups_of_all
 from everstep.errors import UserError
+from everstep.worker.communicators import Communicators
 from everstep.worker.fence import _check_replicas
 from everstep.worker.forecast import pattern_of
+from everstep.worker.groups import OuterGroup
 from everstep.worker.shards import WHOLE
 
 ALIKE = [[0, 7, 1, 1], [0, 7, 1, 1], [0, 8, 2, 1], [0, 8, 2, 1]]
@@ -49,3 +53,27 @@ def test_groups_that_all_their_ranks_hold() -> None:
     assert groups_of_all({0: (world, pair), 1: (world, pair), 2: (world,)}) == ("0", "1")
     assert groups_of_all({0: (world, pair), 1: (world,), 2: (world,)}) == ("0",)
     assert groups_of_all({}) == ()
+
+
+def test_groups_of_one_name_in_c10d_are_told_apart_by_their_ranks() -> None:
+    """Each half of a split world is split again: c10d numbers the parts alike in both."""
+    held: dict[int, list[tuple[str, int]]] = {}
+    for rank in range(4):
+        communicators = Communicators(_no_inner, _no_fault, generation=0, solo=True)
+        half = (0, 1) if rank < 2 else (2, 3)
+        for ranks in ((0, 1, 2, 3), half, (rank,), half):
+            OuterGroup(communicators, ranks.index(rank), len(ranks), str(len(ranks)), ranks)
+        if rank == 3:
+            communicators.forget(communicators.groups[1])
+        held[rank] = list(communicators.held())
+    halves = ["of ranks 0, 1", "of ranks 0, 1 (2)", "of ranks 2, 3 (2)"]
+    alone = [f"of rank {rank}" for rank in range(4)]
+    assert sorted(groups_of_all(held)) == sorted(["of ranks 0-3", *halves, *alone])
+
+
+def _no_inner(_group: OuterGroup, _generation: int) -> Any:
+    raise AssertionError("solo groups have no inner ones")
+
+
+def _no_fault(_generation: int, error: BaseException) -> None:
+    raise error

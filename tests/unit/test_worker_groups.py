@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from tests.unit.fakegroups import FakeInner, FakeWorld, in_c10d
 from torch.distributed import _functional_collectives as functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from everstep.errors import PeerError, UserError
 from everstep.worker.communicators import Answer, Communicators
-from everstep.worker.groups import register
-from everstep.worker.guard import Guard
+from everstep.worker.groups import register, split_group
+from everstep.worker.guard import Filler, Guard
 
 torch.set_num_threads(1)
 RANK, SIZE = 1, 3
@@ -205,6 +206,55 @@ def test_solo_subgroups_know_their_ranks() -> None:
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [2.0, 4.0, 6.0]
     assert dist.new_group([0, 2]) == dist.GroupMember.NON_GROUP_MEMBER
+
+
+@pytest.mark.usefixtures("solo")
+def test_a_split_is_one_group_for_each_part() -> None:
+    """Rank 1 of 3; a part's ranks count within the group that is split."""
+    pair: Any = dist.split_group(split_ranks=[[2, 1], [0]])
+    assert (pair.ranks, dist.get_rank(pair), dist.get_world_size(pair)) == ((1, 2), 0, 2)
+    alone: Any = dist.split_group(pair, [[0], [1]])
+    assert alone.ranks == (1,)
+    again: Any = dist.split_group(pair, [[0, 1]], group_desc="again")
+    assert again.ranks == pair.ranks
+    assert again.name != pair.name
+    assert dist.split_group(split_ranks=[[0], [2]]) is None
+    tensor = mine()
+    dist.all_reduce(tensor, group=pair)
+    assert tensor.tolist() == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "says"),
+    [
+        (None, {}, "lists, none of them empty"),
+        ([], {}, "lists, none of them empty"),
+        ([[1], []], {}, "lists, none of them empty"),
+        ([[0, 1], [3]], {}, "ranks from 0 to 2"),
+        ([[0, 1], [-1]], {}, "ranks from 0 to 2"),
+        ([[0, 1], [1, 2]], {}, "name a rank twice"),
+        ([[1]], {"backend": "gloo"}, "was asked for backend 'gloo'"),
+    ],
+)
+@pytest.mark.usefixtures("solo")
+def test_a_split_that_makes_no_sense(parts: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        dist.split_group(split_ranks=parts, **options)
+
+
+def test_a_split_of_another_backends_group_is_torchs_own() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(RuntimeError, match="No device associated"):
+            split_group(split_ranks=[[0], [1]])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_split_after_the_first_step_is_refused(solo: Communicators) -> None:
+    solo.complete = True
+    with pytest.raises(UserError, match="after the first step"):
+        dist.split_group(split_ranks=[[1, 2]])
 
 
 def test_solo_ddp_trains(solo: Communicators) -> None:
@@ -531,6 +581,34 @@ def test_point_to_point_without_a_future_is_awaited_on_a_thread(world: FakeWorld
     assert bad.wait()
     assert tensor.tolist() == [0.0] * 3
     assert len(world.faults) == 1
+
+
+def test_a_message_is_not_asked_for_a_future(world: FakeWorld) -> None:
+    """gloo's answer is an exception that costs more than all the rest."""
+    (inner,) = world.made
+    for launch in (dist.isend, dist.irecv):
+        work: Any = launch(mine(), 0)
+        launched = inner.works[-1]
+        launched.end()
+        assert work.wait()
+        assert launched.asked == 0
+
+
+@pytest.mark.parametrize(("root", "copies"), [(0, 1), (RANK, 0)])
+def test_only_who_receives_a_broadcast_keeps_a_copy(
+    root: int, copies: int, world: FakeWorld
+) -> None:
+    tensor = mine()
+    filler = Filler([tensor], Answer.ZEROS, keep=True, root=root == RANK)
+    assert len(filler.saved) == copies
+    work: Any = dist.broadcast(tensor, src=root, async_op=True)
+    if root != RANK:
+        tensor.fill_(5)  # part of it has arrived
+    world.communicators.stop(0)
+    assert work.wait()
+    assert tensor.tolist() == MINE
+    world.made[0].works[0].end(RuntimeError("closed"))
+    world.communicators.quiesce(0)
 
 
 def test_a_receive_from_anybody_copies_on_arrival_and_names_the_source(world: FakeWorld) -> None:

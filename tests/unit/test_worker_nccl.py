@@ -293,7 +293,7 @@ def test_an_error_is_found_by_asking_and_poisons_everything(world: NcclWorld) ->
     assert world.communicators.poisoned
     ((generation, error),) = world.faults
     assert generation == 0
-    assert "nccl group other lost a peer" in str(error)
+    assert f"nccl group {second.name} lost a peer" in str(error)
     assert [guard.is_success() for guard in guards] == [False, False]
     world.communicators.quiesce(WAIT_S)
     assert all(group.killed.is_set() for group in world.nccl)
@@ -419,7 +419,7 @@ def test_the_generation_is_marked_before_anything_is_aborted_and_the_fences_grou
         abort = group.inner.abort
 
         def watched(group: OuterGroup = group, abort: Any = abort) -> None:
-            order.append(group.name)
+            order.append(group.group_name)
             abort()
 
         group.inner.abort = watched

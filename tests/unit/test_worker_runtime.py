@@ -5,15 +5,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from everstep.types import CauseKind
 from everstep.wire import messages
 from everstep.worker.control import Stopped
-from everstep.worker.runtime import Worker
+from everstep.worker.runtime import Worker, exception_cause
 
 
 def told(error: BaseException) -> list[messages.Fault]:
     sent: list[Any] = []
-    worker = SimpleNamespace(committed=4, control=SimpleNamespace(send=sent.append))
+    worker = SimpleNamespace(
+        committed=4,
+        control=SimpleNamespace(send=sent.append),
+        progress=SimpleNamespace(words=lambda: "in step 5 (fence)"),
+    )
     Worker._on_fault(cast("Worker", worker), 3, error)
     return sent
 
@@ -27,7 +33,35 @@ def test_a_broken_collective_is_told_shortly_and_kept_whole() -> None:
     assert fault.cause.kind is CauseKind.PEER
     assert fault.cause.text == "lost touch with a peer (connection reset)"
     assert fault.cause.detail == error
+    assert fault.cause.where == "in step 5 (fence)"
 
 
 def test_a_collective_that_was_stopped_is_no_fault() -> None:
     assert told(Stopped(3)) == []
+
+
+class Odd(Exception):
+    """An error of a module that is not the script."""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("boom"), "ValueError: boom"),
+        (ValueError(""), "ValueError"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (
+            RuntimeError("\nno graph\n\nSet TORCHDYNAMO_VERBOSE=1 for more\n"),
+            "RuntimeError: no graph",
+        ),
+        (Odd("so"), f"{__name__}.Odd: so"),
+    ],
+)
+def test_an_exception_is_told_by_its_type_and_the_first_line_of_its_message(
+    error: Exception, text: str
+) -> None:
+    error.add_note("everstep: batch of step 5, rank 1")
+    cause = exception_cause(error, "in step 5")
+    assert (cause.kind, cause.text, cause.where) == (CauseKind.EXCEPTION, text, "in step 5")
+    assert "batch of step 5, rank 1" in cause.detail
+    assert cause.signature == f"{type(error).__qualname__}: {error}"

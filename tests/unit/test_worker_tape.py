@@ -471,5 +471,5 @@ def test_the_host_waits_for_what_goes_on_the_tape(agent: Agent) -> None:
     world.device.watch.close()
     joiner = agent.tape(playing=True)
     joiner.rehearse(1)
-    assert hear(joiner, "allreduce", whole(0), group="world") == [[5]]
+    assert hear(joiner, "allreduce", whole(0), group=group.name) == [[5]]
     assert hear(joiner, "allreduce", real(0, 0), group="world") is None

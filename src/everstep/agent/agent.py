@@ -1,14 +1,16 @@
-"""The agent: supervises one node's workers and carries out what the coordinator decides.
+"""The agent: a node of a job as a process of its own.
 
-Theory of operation: one event loop on the main thread. It starts the zygote, gives the
-coordinator's shell what workers say, and does what it answers. A worker's death is worked off in
-one order: what it had written is delivered; its session is killed and reaped; its output is read to
-the end and its file in shared memory removed; only then is the death reported, so that whatever the
-coordinator starts next meets nothing of the old. A zygote that dies is replaced, and the agent,
-being a subreaper, then reaps its workers itself. Whatever goes wrong in a callback ends the job and
-is raised by `run`; nothing outlives `close`.
+Theory of operation: it connects to the coordinator, registers, and from then on runs workers as it
+is told; what they say and print, and how they end, goes back over the connection. The connection is
+its tenure: when it ends, for whatever reason, all workers are killed at once, since the job may go
+on without them; then the agent registers anew, as another node, which begins as a spare. So there
+is nothing to be reconciled between an agent that was away and a job that went on. A tenure that the
+coordinator finishes is the agent's end, and so is a signal.
 
-It does not decide about ranks (core), nor show anything (observe).
+Times in what goes to the coordinator are moved to its clock (clocks.py).
+
+It does not decide anything. Paths in what it is told are not used: its logs and its files in shared
+memory lie where its own settings say.
 """
 
 from __future__ import annotations
@@ -16,434 +18,360 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import uuid
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from everstep.agent import processes
-from everstep.agent.ending import END_TIMEOUT_S, end_marked, end_session, exit_status
-from everstep.agent.nursery import Nursery
-from everstep.agent.progress import ProgressFile
-from everstep.agent.sentry import Sentry
-from everstep.agent.workers import Worker, torchrun_environment, worker_spec
-from everstep.agent.zygote import Zygote, ZygotePlan, environment
-from everstep.coordinator import CoordinatorShell, Core
-from everstep.core import actions
-from everstep.errors import EverstepError
-from everstep.keepsakes import Heritage
-from everstep.observe.rundir import RunDirectory
-from everstep.observe.view import View
-from everstep.settings import RunSettings
-from everstep.types import Record
-from everstep.wire.messages import (
-    Exited,
-    Fork,
-    Forked,
-    FromWorker,
-    Stop,
-    ToWorker,
-)
+import msgspec
 
-Member = tuple[int, int]  # rank and incarnation
+from everstep.agent import clocks, identity
+from everstep.agent.node import Ground, Node, failures_go_to, new_mark
+from everstep.agent.progress import sweep
+from everstep.agent.shipping import Dock
+from everstep.core.hang import Evidence
+from everstep.errors import EverstepError, TransientError, UserError
+from everstep.types import Cause
+from everstep.wire import nodes
+from everstep.wire.messages import FromWorker
+from everstep.wire.network import Link
+from everstep.wire.secret import Secret
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A quarter of the backlog at which a connection is given up.
+_MOST_UNREAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the agent gives to its processes. `environ`: what they inherit. `hash_seed`:
-    PYTHONHASHSEED of all."""
+class AgentSettings:
+    """Where an agent finds its coordinator (host and port) and keeps its files. `name`, `host`,
+    `domain`: as it registers. `interface`: whose address its workers listen at; "": that which
+    leads to the coordinator. `join_timeout_s`: how long it looks
+    for a coordinator, each time. `grace_s`: between SIGTERM and SIGKILL of its workers when it is
+    asked to end."""
 
-    environ: Mapping[str, str]
-    hash_seed: str
-    master_port: int
+    coordinator: tuple[str, int]
+    name: str
+    host: str
+    domain: str
+    interface: str
+    log_dir: Path
+    shm_dir: Path
+    join_timeout_s: float
+    grace_s: float
 
 
-class Agent:
-    """Runs the workers of one job on this node. Implements `coordinator.Effects`. Loop thread only.
+def run_agent(settings: AgentSettings, secret: Secret, environ: Mapping[str, str]) -> int:
+    """Be a node until the job is over. Returns the exit code. Main thread; blocks; afterwards no
+    process of the node is left. `environ`: what workers inherit.
 
-    `make_started`: the fields of the journal's `job_started` from the version of torch. `run` once,
-    then `close`.
+    Raises UserError when it is refused, or for what must be changed here; EverstepError when there
+    is no coordinator.
     """
+    return asyncio.run(_Agent(settings, secret, environ).run())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    """How a tenure ends. `terminate`, `wait_s`: as Node.close has them. `exit_code`: of the agent;
+    None: it registers anew. `error`: it is raised."""
+
+    terminate: bool = False
+    wait_s: float = 0.0
+    exit_code: int | None = None
+    error: BaseException | None = None
+
+
+class _Agent:
+    def __init__(self, settings: AgentSettings, secret: Secret, environ: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._secret = secret
+        self._environ = environ
+        self._parent = os.getppid()
+        self._joined = asyncio.Event()
+        self._why_not = ""
+        self._leaving: int | None = None
+        self._tenure: _Tenure | None = None
+        self._failure: BaseException | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        failures_go_to(self._failed)
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._leave, number)
+        sweep(self._settings.shm_dir)
+        link: Link[nodes.ToNode] = Link(
+            host=self._settings.coordinator[0],
+            port=self._settings.coordinator[1],
+            secret=self._secret,
+            receives=nodes.ToNode,
+            on_joined=self._joined.set,
+            on_message=self._take,
+            on_lost=self._lost,
+            on_waiting=self._waiting,
+        )
+        try:
+            while True:
+                await self._until_joined()
+                if self._leaving is not None:
+                    return 128 + self._leaving
+                key = self._secret.bulk_key()
+                self._tenure = _Tenure(self._settings, self._environ, link, key)
+                ending = await self._tenure.run()
+                self._tenure = None
+                if ending.error is not None:
+                    raise ending.error
+                if ending.exit_code is not None:
+                    return ending.exit_code
+        finally:
+            link.close()
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    async def _until_joined(self) -> None:
+        limit_s = self._settings.join_timeout_s
+        try:
+            await asyncio.wait_for(self._joined.wait(), limit_s)
+        except TimeoutError:
+            raise TransientError(
+                f"{self._why_not or 'no coordinator answered'}; it was tried for {limit_s:g} s. Is "
+                "the job still there?"
+            ) from None
+        if self._failure is not None:
+            raise self._failure
+
+    # ------------------------------------------------------------ what comes in
+
+    def _take(self, message: nodes.ToNode) -> None:
+        if self._tenure is not None:
+            self._tenure.take(message)
+
+    def _lost(self, why: str) -> None:
+        self._joined.clear()
+        if self._tenure is not None:
+            self._tenure.lost(why)
+
+    def _waiting(self, why: str) -> None:
+        self._why_not = why
+
+    def _leave(self, number: int) -> None:
+        """A signal asks for the end; the second, or that of a launcher that is dead, at once."""
+        orphan = os.getppid() != self._parent
+        wait_s = 0.0 if orphan else self._settings.grace_s
+        if self._tenure is None:
+            self._joined.set()
+        elif self._leaving is not None or orphan:
+            self._tenure.hurry()
+        self._leaving = number
+        if self._tenure is not None:
+            self._tenure.end(_Ending(terminate=True, wait_s=wait_s, exit_code=128 + number))
+
+    def _failed(self, error: BaseException) -> None:
+        if self._tenure is not None:
+            self._tenure.failed(error)
+        else:
+            self._failure = error
+            self._joined.set()
+
+
+class _Tenure:
+    """One registration, from `Register` to the last worker's burial. Implements `node.Owner`."""
 
     def __init__(
         self,
-        *,
-        settings: RunSettings,
-        surroundings: Surroundings,
-        core: Core,
-        directory: RunDirectory,
-        view: View,
-        plan: ZygotePlan,
-        make_started: Callable[[str], dict[str, Any]],
+        settings: AgentSettings,
+        environ: Mapping[str, str],
+        link: Link[nodes.ToNode],
+        bulk_key: bytes,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self._settings = settings
-        self._surroundings = surroundings
-        self._directory = directory
-        self._view = view
-        self._make_started = make_started
-        self._mark = f"EVERSTEP_JOB={uuid.uuid4().hex}"
-        self._nursery = Nursery(
-            self._loop,
-            plan=plan,
-            environment=environment(surroundings.environ, surroundings.hash_seed, self._mark),
-            script=settings.script,
-            log=directory.logs / "zygote.log",
-            on_message=self._on_zygote_message,
-            on_lost=self._on_zygote_lost,
-            note=self._note,
+        self._bulk_key = bulk_key
+        self._environ = environ
+        self._link = link
+        self._node: Node | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._asked_s = 0.0
+        self._offset_s = 0.0
+        self._unsent_lines = 0
+        self._ending: asyncio.Future[_Ending] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> _Ending:
+        """Register, and stay until the tenure has ended and nothing of it is left."""
+        settings = self._settings
+        address = (
+            identity.address_of(settings.interface)
+            if settings.interface
+            else identity.address_towards(*settings.coordinator)
         )
-        self._shell = CoordinatorShell(core, self, settings.chaos, self._loop.call_at)
-        self._ended: asyncio.Future[actions.End] = self._loop.create_future()
-        self._started = False
-        self._closing = False
-        self._hurry = asyncio.Event()
-        self._alone = asyncio.Event()  # no worker is left
-        self._alone.set()
-        self._workers: dict[Member, Worker] = {}
-        self._by_pid: dict[int, Worker] = {}
-        self._unborn: dict[Member, asyncio.TimerHandle] = {}  # those whose start waits
-        # Of first incarnations, by rank: made before anything starts, so that a lack of room shows.
-        self._progress: dict[int, ProgressFile] = {}
-        self._sentry = Sentry(
-            self._loop,
-            settings,
-            self._workers,
-            self._shell.silent,
-            self._note,
-            directory.path,
+        self._address = address
+        self._asked_s = time.monotonic()
+        self._send(
+            nodes.Register(
+                name=settings.name,
+                host=settings.host,
+                address=address,
+                domain=settings.domain,
+                pid=os.getpid(),
+                boot_id=clocks.boot_id(),
+                versions=identity.versions(),
+            )
         )
-        self._preparations: set[asyncio.Task[None]] = set()
-        self._burials: set[asyncio.Task[None]] = set()
-        self._asked_by: int | None = None
-        self._not_ours = {p.pid for p in processes.process_table() if p.parent == os.getpid()}
-        self._was_subreaper = processes.set_child_subreaper(True)
-        self._loop.set_exception_handler(self._on_loop_exception)
+        ending = await self._ending
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._node is not None:
+            await self._node.close(terminate=ending.terminate, wait_s=ending.wait_s)
+        self._send(nodes.Gone())
+        return ending
 
-    # ------------------------------------------------------------ the job's life
+    def end(self, ending: _Ending) -> None:
+        """The tenure is over; the first ending counts."""
+        if not self._ending.done():
+            self._ending.set_result(ending)
 
-    async def run(self) -> actions.End:
-        """Start the zygote and the workers and stay until the job is over.
+    def hurry(self) -> None:
+        """An end that waits for workers waits no longer."""
+        if self._node is not None:
+            self._node.hurry()
 
-        Raises UserError for what must be changed before it can start, and whatever broke the agent
-        itself.
-        """
-        for rank in range(self._settings.nproc_per_node):
-            self._progress[rank] = self._make_progress(rank, 1)
-        self._go(self._start(), self._preparations)
-        return await self._ended
+    def lost(self, why: str) -> None:
+        """The connection has ended: the job may go on without this node."""
+        if self._node is not None:
+            self._node.dismiss(f"its agent has lost the coordinator: {why}")
+        self.hurry()
+        self.end(_Ending())
 
-    def stop_asked(self, number: int) -> None:
-        """Signal `number` asks the job to end: the first time in order, the second time at once."""
-        if self._asked_by is not None:
-            self._hurry.set()
+    # ------------------------------------------------------------ what the coordinator says
+
+    def take(self, message: nodes.ToNode) -> None:
+        """A message of the coordinator."""
+        match message:
+            case nodes.Welcome():
+                self._welcomed(message)
+            case nodes.Refuse(text=text):
+                self.end(_Ending(error=UserError(text)))
+            case nodes.Finish(terminate=terminate, wait_s=wait_s, exit_code=exit_code):
+                if wait_s == 0:
+                    self.hurry()
+                self.end(_Ending(terminate=terminate, wait_s=wait_s, exit_code=exit_code))
+            case _:
+                if self._node is not None and not self._ending.done():
+                    _obey(self._node, message)
+
+    def _welcomed(self, welcome: nodes.Welcome) -> None:
+        if self._node is not None or self._ending.done():
             return
-        self._asked_by = number
-        if self._started:
-            self._shell.stop_asked(number)
-        else:
-            text = f"asked to end by {signal.Signals(number).name} before any worker was started"
-            self.end(actions.End(exit_code=128 + number, text=text))
+        if welcome.boot_id != clocks.boot_id():
+            self._offset_s = clocks.offset(self._asked_s, time.monotonic(), welcome.clock_s)
+        settings = welcome.settings
+        logs = self._settings.log_dir / settings.run_id / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        ground = Ground(
+            environ=self._environ,
+            shm_dir=self._settings.shm_dir,
+            shm_name=f"{settings.run_id}-n{welcome.node}",
+            logs=logs,
+            zygote_log=logs / f"zygote-n{welcome.node}.log",
+            host=self._address,
+            mark=new_mark(),
+            number=welcome.node,
+            dock=Dock(
+                host=self._address, ports=(0,), key=self._bulk_key, on_refused=self._stranger
+            ),
+        )
+        self._node = Node(settings, ground, self)
+        self._opening = asyncio.get_running_loop().create_task(self._open(self._node, settings))
 
-    async def close(self) -> None:
-        """End all that is left: in their own time after a success, after SIGTERM and a grace if a
-        person asked for the end, at once if a failure is the reason. Afterwards no process,
-        descriptor or file in memory is left.
-
-        Raises EverstepError if a process cannot be ended.
-        """
-        self._closing = True
-        self._sentry.stop()
-        self._shell.stop()
-        await _cancel(self._preparations)
-        self._forget_unborn()
-        if self._asked_by is not None:
-            for worker in self._workers.values():
-                worker.terminate()
-        if self._asked_by is not None or self._succeeded():
-            await self._wait_alone_or_hurry()
-        for worker in self._workers.values():
-            worker.kill("the job is over")
+    async def _open(self, node: Node, settings: nodes.NodeSettings) -> None:
         try:
-            await asyncio.wait_for(self._alone.wait(), 2 * END_TIMEOUT_S)
-            await self._nursery.close()
-            await end_marked(self._mark)
-            self._reap_strays()
-        finally:
-            await _cancel(self._burials)
-            for worker in list(self._workers.values()):
-                worker.close()
-            for progress in self._progress.values():
-                progress.remove()
-            processes.set_child_subreaper(self._was_subreaper)
-        if self._ended.done() and not self._ended.cancelled():
-            self._ended.exception()  # `run` has raised it, unless a cancellation came first
-
-    def _succeeded(self) -> bool:
-        ended = self._ended
-        return (
-            ended.done()
-            and not ended.cancelled()
-            and ended.exception() is None
-            and ended.result().exit_code == 0
-        )
-
-    async def _wait_alone_or_hurry(self) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._alone, self._hurry)]
-        await asyncio.wait(
-            waits, timeout=self._settings.grace_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        for wait in waits:
-            wait.cancel()
-
-    # ------------------------------------------------------------ Effects, for the coordinator
-
-    def record(self, record: Record, *, shown: bool = True) -> None:
-        """Append to the journal."""
-        line = self._directory.journal.write(record.event, record.fields)
-        if shown:
-            self._view.record(line)
-
-    def spawn(self, order: actions.Spawn, heritage: Heritage) -> None:
-        """Fork a worker as soon as a zygote is ready."""
-        progress = self._progress.pop(order.rank, None) if order.incarnation == 1 else None
-        progress = progress or self._make_progress(order.rank, order.incarnation)
-        stacks = self._directory.stacks(order.rank, order.incarnation)
-        spec = worker_spec(self._settings, order, heritage, progress.path, stacks)
-        log = self._directory.log(order.rank, order.incarnation)
-        worker = Worker(self._loop, spec, progress, log)
-        self._workers[order.rank, order.incarnation] = worker
-        self._alone.clear()
-        if order.delay_s > 0:
-            text = f"rank {order.rank} has failed often: it starts in {order.delay_s:.1f} s"
-            self._note(f"backoff-{order.rank}-{order.incarnation}", text)
-            timer = self._loop.call_later(order.delay_s, self._give_birth, worker)
-            self._unborn[order.rank, order.incarnation] = timer
-        else:
-            self._give_birth(worker)
-
-    def _give_birth(self, worker: Worker) -> None:
-        timer = self._unborn.pop((worker.spec.rank, worker.spec.incarnation), None)
-        if timer is not None:
-            timer.cancel()
-        if self._nursery.zygote is not None:
-            self._fork(worker, self._nursery.zygote)
-
-    def kill(self, rank: int, incarnation: int, why: str) -> None:
-        """SIGKILL a worker."""
-        worker = self._workers.get((rank, incarnation))
-        if worker is not None:
-            worker.kill(why)
-            if (rank, incarnation) in self._unborn:  # its death must be seen soon
-                self._give_birth(worker)
-
-    def inspect(self) -> None:
-        """Have all workers show their stacks."""
-        self._go(self._inspect(), self._preparations)
-
-    async def _inspect(self) -> None:
-        self._shell.inspected(await self._sentry.inspect())
-
-    def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
-        """Send a message to a worker."""
-        worker = self._workers.get((rank, incarnation))
-        if worker is not None:
-            worker.send(message)
-            if isinstance(message, Stop):
-                self._sentry.interrupted((rank, incarnation))
-
-    def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
-        """Keep logged scalars."""
-        self._directory.metrics(rank, step, log)
-
-    def trace(self, rank: int, step: int, record: bytes) -> None:
-        """Keep a step's record."""
-        self._directory.trace(rank, step, record)
-
-    def digests(self, rank: int, digests: Mapping[str, str]) -> None:
-        """Keep a rank's final digests."""
-        self._directory.digests(rank, digests)
-
-    def end(self, end: actions.End) -> None:
-        """The job is over; `run` returns."""
-        if not self._ended.done():
-            self._ended.set_result(end)
-
-    # ------------------------------------------------------------ the zygote
-
-    async def _start(self) -> None:
-        torch = (await self._nursery.open()).torch
-        self.record(Record(event="job_started", fields=self._make_started(torch)))
-        self._started = True
-        self._shell.start()
-        self._sentry.start()
-
-    def _on_zygote_message(self, message: Forked | Exited) -> None:
-        if isinstance(message, Exited):
-            worker = self._by_pid.get(message.pid)
-            if worker is not None and not worker.status.done():
-                worker.status.set_result(message.status)
-                self._on_death(worker)
+            digest = identity.script_digest(settings.script)
+            await node.open()
+        except Exception as error:  # noqa: BLE001 - told to the coordinator, and raised by the agent
+            self.failed(error)
             return
-        worker = self._workers.get((message.rank, message.incarnation))
-        if worker is not None:
-            self._by_pid[message.pid] = worker
-            worker.attach(message.pid, partial(self._on_death, worker))
+        self._send(nodes.Joined(script_digest=digest))
 
-    def _on_zygote_lost(self, zygote: Zygote) -> None:
-        if not self._closing:
-            self._note(
-                "zygote-lost", "the zygote died; another one is started, and no worker is touched"
+    # ------------------------------------------------------------ Owner, for the node
+
+    def said(self, rank: int, incarnation: int, message: FromWorker) -> None:
+        """A worker said something."""
+        moved = clocks.message(message, self._offset_s) if self._offset_s else message
+        self._send(nodes.Said(rank=rank, incarnation=incarnation, message=moved))
+
+    def died(self, rank: int, incarnation: int, cause: Cause, *, before_kill: bool) -> None:
+        """A worker is gone."""
+        self._send(
+            nodes.Died(
+                rank=rank,
+                incarnation=incarnation,
+                cause=clocks.cause(cause, self._offset_s),
+                before_kill=before_kill,
             )
-            self._go(self._replace_zygote(zygote), self._preparations)
-
-    async def _replace_zygote(self, lost: Zygote) -> None:
-        """Start another zygote and fork what the lost one was asked for and did not announce."""
-        unannounced = [w for w in self._workers.values() if w.pid is None and w.zygote is lost]
-        await end_session(lost.pid)
-        for pid in self._unknown_children():
-            await end_session(pid)
-        for worker in unannounced:
-            worker.detach()
-        await self._nursery.open()
-        zygote = self._nursery.zygote
-        for worker in list(self._workers.values()):
-            waits = (worker.spec.rank, worker.spec.incarnation) in self._unborn
-            unforked = worker.pid is None and worker.zygote is not zygote and not waits
-            if zygote is not None and unforked:
-                self._fork(worker, zygote)
-
-    def _unknown_children(self) -> list[int]:
-        """Processes of this job that lost their parent to the agent and lead a session that is no
-        known worker's."""
-        found = []
-        for pid in processes.marked(self._mark):
-            process = processes.look_up(pid)
-            if process is None or pid in self._by_pid or pid == self._nursery.pid:
-                continue
-            if process.parent == os.getpid() and process.session == pid:
-                found.append(pid)
-        return found
-
-    # ------------------------------------------------------------ workers
-
-    def _make_progress(self, rank: int, incarnation: int) -> ProgressFile:
-        return ProgressFile(Path(self._settings.shm_dir), self._settings.run_id, rank, incarnation)
-
-    def _fork(self, worker: Worker, zygote: Zygote) -> None:
-        rank, incarnation = worker.spec.rank, worker.spec.incarnation
-        fds = worker.open(
-            partial(self._on_message, rank, incarnation),
-            partial(self._view.output, rank, incarnation),
-            partial(self._on_garbage, worker),
         )
-        worker.zygote = zygote
-        variables = torchrun_environment(
-            rank, worker.spec.world_size, self._surroundings.master_port
-        )
-        variables["EVERSTEP_RUN_ID"] = worker.spec.run_id
-        variables["EVERSTEP_INCARNATION"] = str(incarnation)
-        zygote.fork(Fork(spec=worker.spec, environment=variables), fds)
 
-    def _on_message(self, rank: int, incarnation: int, message: FromWorker) -> None:
-        self._shell.message(rank, incarnation, message)
+    def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
+        """A line that a worker printed. Lines are let go when the coordinator lags behind, and that
+        is said once it has caught up: they are in the log, and it must not be lost for them."""
+        if self._link.unread_bytes > _MOST_UNREAD_BYTES:
+            self._unsent_lines += 1
+            return
+        if self._unsent_lines:
+            text = f"{self._unsent_lines} lines of output came too fast to be shown; see the logs"
+            self._unsent_lines = 0
+            self.note(f"output-unsent-{time.monotonic()}", text)
+        self._send(nodes.Output(rank=rank, incarnation=incarnation, stream=stream, line=line))
 
-    def _on_garbage(self, worker: Worker, why: str) -> None:
-        worker.kill(f"its control channel is broken: {why}")
+    def silent(self, evidence: tuple[Evidence, ...]) -> None:
+        """Some worker has been silent for longer than it may."""
+        self._send(nodes.Silent(evidence=clocks.evidence(evidence, self._offset_s)))
 
-    def _on_death(self, worker: Worker) -> None:
-        """The process is dead: hear its last words, then bury it."""
-        if not worker.dying:
-            worker.dying = True
-            worker.drain()
-            self._go(self._bury(worker), self._burials)
+    def looked(self, evidence: tuple[Evidence, ...]) -> None:
+        """What all workers show."""
+        self._send(nodes.Looked(evidence=clocks.evidence(evidence, self._offset_s)))
 
-    async def _bury(self, worker: Worker) -> None:
-        assert worker.pid is not None
-        status = await self._status(worker, worker.pid)
-        await end_session(worker.pid)
-        rank, incarnation = worker.spec.rank, worker.spec.incarnation
-        cause = worker.cause(status)
-        if cause.signal == signal.SIGABRT:
-            self._sentry.explain_abort(worker)
-        worker.close()
-        del self._by_pid[worker.pid]
-        del self._workers[rank, incarnation]
-        if not self._workers:
-            self._alone.set()
-        self._shell.died(rank, incarnation, cause, before_kill=not worker.killed)
-        self._reap_strays()
+    def shown(self, shown: nodes.Shown) -> None:
+        """The stacks of all workers."""
+        evidence = clocks.evidence(shown.evidence, self._offset_s)
+        self._send(msgspec.structs.replace(shown, evidence=evidence))
 
-    async def _status(self, worker: Worker, pid: int) -> int | None:
-        """The exit status: from the zygote or, if that is dead, by waiting for what is then our
-        child."""
-        zygote = worker.zygote
-        assert zygote is not None
-        await asyncio.wait(
-            (worker.status, zygote.gone),
-            timeout=END_TIMEOUT_S,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if not worker.status.done() and not zygote.gone.done():
-            zygote.kill()
-            await asyncio.wait_for(asyncio.shield(zygote.gone), END_TIMEOUT_S)
-        if worker.status.done():
-            return worker.status.result()
-        return await exit_status(pid)
+    def copy_news(self, news: nodes.CopyNews) -> None:
+        """Something about copies."""
+        self._send(news)
 
-    def _reap_strays(self) -> None:
-        """Reap what left a worker's session, lost its parent, and has ended by itself."""
-        known = {*self._not_ours, *self._by_pid, self._nursery.pid}
-        for pid in processes.zombies():
-            if pid not in known:
-                processes.reap(pid)
+    def note(self, key: str, text: str) -> None:
+        """Something a person should know."""
+        self._send(nodes.Note(key=key, text=text))
 
-    def _forget_unborn(self) -> None:
-        """Drop workers that have no process yet; the zygote's end is the end of one that it may
-        just be forking."""
-        for timer in self._unborn.values():
-            timer.cancel()
-        self._unborn.clear()
-        for member, worker in list(self._workers.items()):
-            if worker.pid is None:
-                worker.close()
-                del self._workers[member]
-        if not self._workers:
-            self._alone.set()
+    def failed(self, error: BaseException) -> None:
+        """The node can not go on."""
+        exit_code = error.exit_code if isinstance(error, EverstepError) else 1
+        words = str(error) if isinstance(error, EverstepError) else repr(error)
+        self._send(nodes.Failed(text=words, exit_code=exit_code))
+        self.end(_Ending(error=error))
 
-    # ------------------------------------------------------------ tasks and their failures
+    def _stranger(self, address: str, why: str) -> None:
+        self.note(f"stranger-{address}", f"a connection from {address} was refused: {why}")
 
-    def _note(self, key: str, text: str) -> None:
-        self.record(Record(event="note", fields={"key": key, "text": text, "rank": None}))
-
-    def _go(self, work: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
-        """Run in the background; a failure ends the job."""
-        task = self._loop.create_task(work)
-        among.add(task)
-        task.add_done_callback(among.discard)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            error = task.exception()
-            if error is not None:
-                self._fail(error)
-
-    def _on_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self._fail(context.get("exception") or EverstepError(str(context["message"])))
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._ended.done():
-            self._ended.set_exception(error)
-        else:
-            self._loop.default_exception_handler(
-                {"message": "everstep: a failure after the job's end", "exception": error}
-            )
+    def _send(self, message: nodes.FromNode) -> None:
+        # Without a connection nobody is there to be told; its end ends the tenure.
+        self._link.send(message)
 
 
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
-    for task in list(tasks):
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _obey(node: Node, message: nodes.ToNode) -> None:
+    """Do what the coordinator asks of a node that is there."""
+    match message:
+        case nodes.Launch(spec=spec, environment=environment, delay_s=delay_s):
+            node.launch(spec, environment, delay_s)
+        case nodes.Kill(rank=rank, incarnation=incarnation, why=why):
+            node.kill(rank, incarnation, why)
+        case nodes.Tell(rank=rank, incarnation=incarnation, message=told):
+            node.send(rank, incarnation, told)
+        case nodes.Look():
+            node.look()
+        case nodes.Inspect():
+            node.inspect()
+        case nodes.Cut(whole=whole):
+            node.cut(whole=whole)
+        case _ if isinstance(message, nodes.CopyOrder):
+            node.copy_order(message)

@@ -172,25 +172,41 @@ def reap(pid: int) -> int | None:
 def cause_of_exit(rank: int, status: int | None, where: str, detail: str, why: str = "") -> Cause:
     """How a worker's end reads.
 
-    `status`: as from `os.waitpid`, None if it could not be had. `where`: "in step 5 (backward)".
+    `status`: as from `os.waitpid`, None if it could not be had. `where`: "in step 5 (optimizer)".
     `detail`: its last output. `why`: everstep's own reason, if everstep killed it.
     """
     if status is None:
-        text = f"rank {rank} ended {where}; its exit status was lost with the zygote"
         return Cause(
-            kind=CauseKind.EXIT, text=text, detail=detail, signature="status lost", exit_code=1
+            kind=CauseKind.EXIT,
+            text=f"rank {rank} ended {where}; its exit status was lost with the zygote",
+            detail=detail,
+            signature="status lost",
+            exit_code=1,
+            where=where,
         )
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         name = name_signal(number)
         by_us = f" by everstep ({why})" if why else ""
-        text = f"rank {rank} was killed by {name}{by_us} {where}"
-        return Cause(kind=CauseKind.SIGNAL, text=text, detail=detail, signature=name, signal=number)
+        return Cause(
+            kind=CauseKind.SIGNAL,
+            text=f"rank {rank} was killed by {name}{by_us} {where}",
+            detail=detail,
+            signature=name,
+            signal=number,
+            where=where,
+        )
     code = os.waitstatus_to_exitcode(status)
     kind = CauseKind.EXIT if code else CauseKind.EARLY_EXIT
     early = "" if code else " before the end of the run,"
-    text = f"rank {rank} exited with code {code}{early} {where}"
-    return Cause(kind=kind, text=text, detail=detail, signature=f"exit {code}", exit_code=code)
+    return Cause(
+        kind=kind,
+        text=f"rank {rank} exited with code {code}{early} {where}",
+        detail=detail,
+        signature=f"exit {code}",
+        exit_code=code,
+        where=where,
+    )
 
 
 def job_exit_code(status: int) -> int:

@@ -32,29 +32,18 @@ from everstep.worker.progress import (
     Cell,
     Column,
     Phase,
+    place_in_words,
 )
 
 _PREFIX = "everstep-"
 _CELLS = struct.Struct(f"<{SIZE_BYTES // 8}q")
 _HEAD = struct.Struct(f"<{FIRST_ROW}q")
-_WORDS = {
-    Phase.SETUP: "in its set-up",
-    Phase.BETWEEN: "between steps (step {step})",
-    Phase.STEP: "in step {step}",
-    Phase.FENCE: "in step {step} (fence)",
-    Phase.UPDATE: "in step {step} (optimizer)",
-    Phase.PARKED: "parked at step {step}",
-    Phase.RECOVER: "while it recovered step {step}",
-    Phase.CLOSING: "after its last step",
-    Phase.FINISHED: "after the end of its script",
-    Phase.COMPILE: "in step {step} (compilation)",
-    Phase.SECTION: "in a section after step {step}",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a worker's file says. `step`: the one under way. `changed_ns`: when it last moved,
+    """What a worker's file says. `step`: the one under way. `passed`: UPDATE or SECTION, if it has
+    come to that since `step` was set. `changed_ns`: when it last moved,
     monotonic nanoseconds, 0 for never. `waiting`: its main thread waits for a collective.
     `inside`: a collective or message that it has entered has not ended. `answers`: it shows its
     stacks on a signal. `debugged`: a debugger or profiler is in it. `unlisted`: communicators that
@@ -70,11 +59,12 @@ class Standing:
     answers: bool = False
     debugged: bool = False
     unlisted: int = 0
+    passed: int = 0
     groups: Mapping[int, Entered] = field(default_factory=dict)
 
     def words(self) -> str:
         """Where it stood: "in step 5 (optimizer)"."""
-        return _WORDS[self.phase].format(step=self.step)
+        return place_in_words(self.phase, self.step, self.passed)
 
 
 class ProgressFile:
@@ -129,6 +119,7 @@ def _standing(cells: tuple[int, ...], groups: Mapping[int, Entered]) -> Standing
         answers=bool(cells[Cell.STACKS]),
         debugged=bool(cells[Cell.DEBUGGED]),
         unlisted=cells[Cell.UNLISTED],
+        passed=cells[Cell.PASSED],
         groups=groups,
     )
 

@@ -4,6 +4,7 @@ Theory of operation: a timer reads every worker's file in shared memory and give
 (watch.py). While somebody is silent for too long, what all ranks show is told to the core at each
 look. If the core sees a culprit in it, it asks for an inspection: all workers that can are made to
 show their stacks, what they show is looked at once more, and both go to the core, which decides.
+Where a job has several nodes, lookout.py puts together what their sentries see.
 
 A debugger, a profiler, or the setting `watch` suspend it; the first two are said in the journal,
 once for each worker that is held.
@@ -17,19 +18,17 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from everstep.agent import processes, stacks
 from everstep.agent.progress import Standing
 from everstep.agent.watch import PERIOD_S, Limits, Member, Process, Silence, Watch
 from everstep.agent.workers import Worker
-from everstep.core.events import Inspected
 from everstep.core.hang import Evidence, Stance, mismatch
-from everstep.settings import RunSettings
-from everstep.worker.progress import ROWS, Phase
+from everstep.types import Cause
+from everstep.wire.nodes import NodeSettings, Shown
+from everstep.worker.progress import ROWS, Phase, place_in_words
 from everstep.worker.stacks import SIGNAL
 
-_KEPT_FILES = 100  # as many as incidents are allowed; some kilobytes each
 _STANCES = {
     Phase.SETUP: Stance.APART,
     Phase.PARKED: Stance.APART,
@@ -44,23 +43,20 @@ class Sentry:
 
     `workers`: all that have not been buried, as they are now. `on_silent(evidence)` is called at
     each look while somebody has been silent for too long. `note(key, text)` writes to the journal.
-    `directory`: where inspections are kept.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        settings: RunSettings,
+        settings: NodeSettings,
         workers: Mapping[Member, Worker],
         on_silent: Callable[[tuple[Evidence, ...]], None],
         note: Callable[[str, str], None],
-        directory: Path,
     ) -> None:
         self._loop = loop
         self._workers = workers
         self._on_silent = on_silent
         self._note = note
-        self._directory = directory
         self._on = settings.watch
         limits = Limits(
             stopped_timeout_s=settings.stopped_timeout_s,
@@ -71,7 +67,6 @@ class Sentry:
         self._watch = Watch(limits, self._process)
         self._silences: dict[Member, Silence] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._inspections = 0
         self._noted: set[str] = set()
 
     def start(self) -> None:
@@ -89,45 +84,41 @@ class Sentry:
         """`member` is told to stop, so its silence will end, but not by itself."""
         self._watch.interrupted(member)
 
-    async def inspect(self) -> Inspected:
-        """Have all workers show their stacks, and return what is known. Takes a second at the most.
+    def look(self) -> tuple[Evidence, ...]:
+        """What all workers show now."""
+        self._look()
+        return self._evidence()
 
-        The stacks are kept in a file `hang-N.txt` of the run's directory, the newest hundred.
-        """
-        asked, silent = {}, {}
+    async def inspect(self) -> Shown:
+        """Have all workers show their stacks, and return what is known. Takes a second at the
+        most."""
+        asked, unable = {}, {}
         for (rank, _), worker in self._living().items():
             why = self._cannot_answer(worker)
             if why:
-                silent[rank] = why
+                unable[rank] = why
             else:
                 worker.signal(SIGNAL)
                 asked[rank] = worker.stacks
         answers = await stacks.collect(asked)
-        lines = stacks.group(answers, silent)
-        self._inspections += 1
-        path = self._directory / f"hang-{self._inspections}.txt"
-        path.write_text(stacks.written(answers, lines), encoding="utf-8")
-        if self._inspections > _KEPT_FILES:
-            old = self._directory / f"hang-{self._inspections - _KEPT_FILES}.txt"
-            old.unlink(missing_ok=True)
-        self._look()
-        return Inspected(evidence=self._evidence(), stacks=lines, file=str(path))
+        return Shown(evidence=self.look(), answers=answers, unable=unable)
 
-    def explain_abort(self, dead: Worker) -> None:
-        """A worker has ended by SIGABRT, as gloo does when collectives of different sizes meet: say
-        who called what, if it was that."""
+    def explain_abort(self, dead: Worker, cause: Cause) -> Cause:
+        """The cause of a worker's end by SIGABRT, as gloo ends it when collectives of different
+        sizes meet: with who called what, if it was that."""
         workers = self._living() | {(dead.spec.rank, dead.spec.incarnation): dead}
         standings = {member: worker.progress.read() for member, worker in workers.items()}
         late = Silence(silent_s=0.0, overdue=True, stopped=False, stopped_s=None)
         generation = standings[dead.spec.rank, dead.spec.incarnation].generation
         met = [
-            replace(_evidence(member, standing, late, 0.0), where=f"in step {standing.step}")
+            replace(_evidence(member, standing, late, 0.0), where=_called_from(standing))
             for member, standing in sorted(standings.items())
             if standing.generation == generation
         ]
         verdict = mismatch(met)
-        for rank, text in verdict.culprits.items() if verdict is not None else ():
-            self._note(f"mismatch-{rank}", f"rank {dead.spec.rank} was aborted by it: {text}")
+        if verdict is None:
+            return cause
+        return replace(cause, text=f"{cause.text}: {'; '.join(verdict.culprits.values())}")
 
     # ------------------------------------------------------------ looking
 
@@ -199,6 +190,12 @@ class Sentry:
         if not worker.progress.glance().answers:
             return "has not come far enough to show its stack"
         return ""
+
+
+def _called_from(standing: Standing) -> str:
+    """Where a rank was when it called its newest collective; by now it may be parked."""
+    inside = Phase.SECTION if standing.passed == Phase.SECTION else Phase.STEP
+    return place_in_words(inside, standing.step)
 
 
 def _evidence(member: Member, standing: Standing, silence: Silence, now_s: float) -> Evidence:

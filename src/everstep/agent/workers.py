@@ -15,7 +15,8 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.agent import processes
@@ -38,9 +39,15 @@ class Worker:
     """One incarnation of a rank."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, spec: WorkerSpec, progress: ProgressFile, log: Path
+        self,
+        loop: asyncio.AbstractEventLoop,
+        spec: WorkerSpec,
+        variables: Mapping[str, str],
+        progress: ProgressFile,
+        log: Path,
     ) -> None:
         self.spec = spec
+        self.variables = variables
         self.pid: int | None = None
         self.zygote: Zygote | None = None
         self.status: asyncio.Future[int] = loop.create_future()
@@ -156,20 +163,41 @@ class Worker:
             self._pidfd = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank stands in the world: `nproc_per_node` ranks in a row make a slot, which one node
+    holds."""
+
+    rank: int
+    nproc_per_node: int
+    world_size: int
+
+    @property
+    def slot(self) -> int:
+        """Which logical node of the job it is on."""
+        return self.rank // self.nproc_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """Which of the ranks of its slot it is."""
+        return self.rank % self.nproc_per_node
+
+
 def worker_spec(
-    settings: RunSettings, order: Spawn, heritage: Heritage, progress: Path, stacks: Path
+    settings: RunSettings, place: Place, order: Spawn, heritage: Heritage
 ) -> WorkerSpec:
-    """What the worker that `order` asks for knows at its birth. `progress`, `stacks`: its files."""
+    """What the worker that `order` asks for knows at its birth, but for what its node adds."""
     return WorkerSpec(
         run_id=settings.run_id,
-        rank=order.rank,
-        local_rank=order.rank,
-        world_size=settings.nproc_per_node,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        local_world_size=place.nproc_per_node,
+        world_size=place.world_size,
         incarnation=order.incarnation,
         generation=order.generation,
         joiner=order.joiner,
         script=settings.script,
-        progress_path=str(progress),
+        progress_path="",
         rng_key=heritage.rng_key,
         once=heritage.once,
         faults=heritage.faults,
@@ -178,19 +206,20 @@ def worker_spec(
         build_timeout_s=settings.build_timeout_s,
         quiesce_timeout_s=settings.quiesce_timeout_s,
         tape=heritage.tape,
-        stacks_path=str(stacks),
         device=settings.device,
     )
 
 
-def torchrun_environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:
-    """The variables by which torchrun tells a worker who it is, on one node."""
+def torchrun_environment(place: Place, master_host: str, master_port: int) -> dict[str, str]:
+    """The variables by which torchrun tells a worker who it is."""
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.nproc_per_node),
+        "GROUP_RANK": str(place.slot),
+        "GROUP_WORLD_SIZE": str(place.world_size // place.nproc_per_node),
+        "MASTER_ADDR": master_host,
         "MASTER_PORT": str(master_port),
     }
 

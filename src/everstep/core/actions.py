@@ -25,16 +25,17 @@ class Record(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spawn(Action):
-    """Fork a worker for `rank`. The previous incarnation of the rank has been reaped. `joiner`:
-    peers hold committed state, so it sets up solo and joins; else it sets up together with all
-    others. `generation`: the one it is told. `delay_s`: wait so long before, since the rank has
-    failed often of late."""
+    """Fork a worker for `rank` on `node`. The previous incarnation of the rank has been reaped, or
+    its node is lost. `joiner`: peers hold committed state, so it sets up solo and joins; else it
+    sets up together with all others. `generation`: the one it is told. `delay_s`: wait so long
+    before, since the rank has failed often of late."""
 
     rank: int
     incarnation: int
     generation: int
     joiner: bool
     delay_s: float = 0.0
+    node: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,16 @@ class Kill(Action):
 
     rank: int
     incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss(Action):
+    """`node` has no part in the job any more: its agent ends all workers that it has, now or when
+    it can be reached again, and nothing that they say counts. It may come again under a new number.
+    No `Died` is awaited for its workers."""
+
+    node: int
     why: str
 
 
@@ -79,11 +90,20 @@ class SendRegroup(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendKeepers(Action):
+    """To all nodes, before anything else of a generation: by rank, the node that keeps the copies
+    of its state beside its own."""
+
+    keepers: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendGo(Action):
     """All replicas are equal at set-up: `protect` may return. (A joiner gets it at once, when its
-    manifest fits.)"""
+    manifest fits.) `copied`: the ranks whose state is copied in each step."""
 
     to: tuple[tuple[int, int], ...]
+    copied: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,8 @@ def groups_of_all(held: Mapping[int, Sequence[tuple[str, int]]]) -> tuple[str, .
     """The names of the communicators that all their ranks hold; one that was destroyed on some, or
     made after set-up where a replacement has not come yet, can't be built. In a fixed order.
 
-    `held`: by rank, its communicators as (name, how many ranks it has). Pure."""
+    `held`: by rank, its communicators as (name, how many ranks it has); a name belongs to one set
+    of ranks. Pure."""
     count: dict[tuple[str, int], int] = {}
     for groups in held.values():
         for group in groups:

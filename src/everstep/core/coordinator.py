@@ -7,22 +7,25 @@ have we not killed it?) and, where it depends on the world, by its generation; w
 nothing. Every wait has a deadline, so that a lost message or a stuck worker ends in a kill, a stop
 or the job's end, each with its reason.
 
-What it doesn't know: clocks, sockets and processes (the shell's), nodes, and how long a rank may be
-silent (the agent's; `core.silence` says what is done about it).
+What it doesn't know: clocks, sockets and processes (the shell's), and how long a rank may be silent
+(the agent's; `core.silence` says what is done about it). What is done about nodes is in
+`core.handover`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from signal import SIGKILL
 
 from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.agreement import joiner_disagreement, shared
+from everstep.core.handover import end_late_gathering, give_up, on_joined, on_lost
 from everstep.core.job import Job, Phase
 from everstep.core.ladder import Policy, is_echo
 from everstep.core.membership import Member, Status
+from everstep.core.nodes import Layout
 from everstep.core.settle import settle
 from everstep.core.silence import on_inspected, on_silent
 from everstep.core.trust import TWICE, dissent
@@ -31,10 +34,13 @@ from everstep.types import Cause, CauseKind, Decision, Plan
 
 
 class Coordinator:
-    """Decides for one job of `world_size` ranks under `policy`. Pure; one thread feeds it."""
+    """Decides for one job of `world_size` ranks under `policy`. Pure; one thread feeds it.
 
-    def __init__(self, world_size: int, policy: Policy) -> None:
-        self._job = Job(world_size, policy)
+    `layout`: the job begins by gathering its nodes. None: it has one node, number 0, which is there
+    from the start. Raises ValueError for a layout of another number of ranks."""
+
+    def __init__(self, world_size: int, policy: Policy, layout: Layout | None = None) -> None:
+        self._job = Job(world_size, policy, layout)
 
     @property
     def phase(self) -> Phase:
@@ -52,8 +58,12 @@ class Coordinator:
         job = self._job
         if job.phase is Phase.ENDED:
             return None
-        deadlines = (job.deadline_s, job.membership.next_deadline_s)
+        deadlines = (job.deadline_s, job.node_deadline_s, job.membership.next_deadline_s)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def copies_of(self, rank: int, step: int) -> Collection[int]:
+        """The nodes that have a copy of `rank` at `step`."""
+        return self._job.copies.nodes(rank, step)
 
     def handle(self, event: ev.Event, now_s: float) -> list[do.Action]:
         """Take one event and return what to do, in order. `now_s`: seconds on a monotonic clock.
@@ -75,6 +85,10 @@ class Coordinator:
         member = self._job.membership.current(event.rank, event.incarnation)
         return "stale" if member is None else member.status.value
 
+    def held_by(self) -> list[tuple[int, int]]:
+        """Who is taken to be alive: (rank, incarnation). For tests and simulation: O(ranks)."""
+        return [member.identity for member in self._job.membership.members()]
+
     def validate(self) -> None:
         """Assert what must hold between any two events. For tests and simulation: O(ranks)."""
         self._job.validate()
@@ -85,8 +99,11 @@ class Coordinator:
         job = self._job
         match event:
             case ev.JobStarted() if job.phase is Phase.NEW:
-                job.phase = Phase.SETTING_UP
-                job.deadline_s = job.now_s + job.policy.setup_timeout_s
+                self._begin()
+            case ev.NodeJoined():
+                on_joined(job, event)
+            case ev.NodeLost():
+                on_lost(job, event)
             case ev.Tick():
                 self._look_at_deadlines()
             case ev.Silent():
@@ -104,6 +121,14 @@ class Coordinator:
                 elif not member.doomed:
                     self._on_said(member, event)
 
+    def _begin(self) -> None:
+        job = self._job
+        if job.gathers:
+            job.phase, limit_s = Phase.GATHERING, job.policy.join_nodes_timeout_s
+        else:
+            job.phase, limit_s = Phase.SETTING_UP, job.policy.setup_timeout_s
+        job.deadline_s = job.now_s + limit_s
+
     def _on_said(self, member: Member, event: ev.WorkerEvent) -> None:
         """What a worker said that depends on its tenure only; the rest depends on the world."""
         job = self._job
@@ -116,6 +141,9 @@ class Coordinator:
                 self._on_protected(member, event)
             case ev.Waiting() if member.joining and member.status is Status.PROTECTED:
                 job.membership.move(member, Status.WAITING)  # it waits for us, not we for it
+            case ev.Copied(step=step, node=node):
+                if job.nodes.get(node) is not None:
+                    job.copies.kept(member.rank, step, node)
             case ev.Finished():
                 job.membership.finish(member)
             case ev.Refused(text=text, exit_code=exit_code):
@@ -163,7 +191,7 @@ class Coordinator:
         if differs is not None:
             job.end_incident(differs, exit_code=2)
         else:
-            job.out.put(do.SendGo(to=(member.identity,)))
+            job.out.put(do.SendGo(to=(member.identity,), copied=job.copied()))
 
     def _on_faulted(self, member: Member, event: ev.Faulted) -> None:
         job = self._job
@@ -207,7 +235,8 @@ class Coordinator:
             job.incident.fetched = True
 
     def _on_mismatch(self, member: Member, event: ev.Restored, plan: Plan) -> None:
-        job, sources = self._job, name_ranks(plan.ranks[member.rank].sources)
+        job, part = self._job, plan.ranks[member.rank]
+        sources = "its copy in memory" if part.copy else name_ranks(part.sources)
         member.distrusted = True
         text = (
             f"rank {member.rank}'s receipt of step {plan.step}, taken from {sources}, does not "
@@ -259,12 +288,15 @@ class Coordinator:
     def _look_at_deadlines(self) -> None:
         job = self._job
         if job.deadline_s is not None and job.deadline_s <= job.now_s:
-            if job.phase is Phase.SETTING_UP:
+            if job.phase is Phase.GATHERING:
+                end_late_gathering(job)
+            elif job.phase is Phase.SETTING_UP:
                 self._end_late_setup()
             elif job.phase is Phase.REGROUPING:
                 self._fail_late_regroup()
         for member in job.membership.late(job.now_s):
-            if job.phase is not Phase.ENDED:
+            here = job.membership.current(*member.identity) is member  # its node may be given up
+            if here and job.phase is not Phase.ENDED:
                 self._on_late(member)
 
     def _end_late_setup(self) -> None:
@@ -293,11 +325,13 @@ class Coordinator:
         job = self._job
         rank, incarnation = member.identity
         if member.doomed:
-            job.end_incident(
+            text = (
                 f"rank {rank}'s process (incarnation {incarnation}) could not be ended within "
                 f"{job.policy.reap_timeout_s:g} s of SIGKILL; look for an uninterruptible wait "
-                "(a device, a network file system) on this host"
+                f"(a device, a network file system) on {self._host_of(rank)}"
             )
+            if not give_up(job, member, text):
+                job.end_incident(text)
             return
         if member.joining:
             limit_s, what = job.policy.join_timeout_s, "replacement was not ready within"
@@ -308,6 +342,10 @@ class Coordinator:
         hangs = member.status is Status.REHEARSING
         kind, signature = (CauseKind.HANG, "absent") if hangs else (CauseKind.TIMEOUT, "")
         job.doom(member, text, Cause(kind=kind, text=text, signature=signature))
+
+    def _host_of(self, rank: int) -> str:
+        node = self._job.nodes.holder(rank)
+        return f"host {node.host}" if node is not None and node.host else "this host"
 
 
 def _is_our_kill(event: ev.Died) -> bool:

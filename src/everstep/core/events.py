@@ -23,6 +23,27 @@ class JobStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined(Event):
+    """An agent has registered, under a number that no agent had before. `host`: its machine.
+    `domain`: what fails together with it (a rack, a switch); "" where that is only the host.
+    `ranks`: how many workers it can run."""
+
+    node: int
+    host: str
+    domain: str
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost(Event):
+    """The agent of `node` can't be reached, or is gone: so are all its workers, as far as the job
+    is concerned, and no `Died` need come for them. `cause.text`: how that was noticed."""
+
+    node: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEvent(Event):
     """Something a worker said, or was seen to do."""
 
@@ -56,6 +77,14 @@ class Committed(WorkerEvent):
     step: int
     at_s: float
     sections: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied(WorkerEvent):
+    """Node `node` keeps a copy of the rank's state at `step`."""
+
+    step: int
+    node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

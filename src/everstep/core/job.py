@@ -2,30 +2,37 @@
 
 Theory of operation. A job goes through the phases
 
-  NEW -> SETTING_UP -> RUNNING -> STOPPING -> REGROUPING -> RUNNING ... -> ENDED
+  NEW -> GATHERING -> SETTING_UP -> RUNNING -> STOPPING -> REGROUPING -> RUNNING ... -> ENDED
 
-A failure before any commit leads back to SETTING_UP: all workers are killed and start again. A
-later one leads to STOPPING: the survivors are told to park, and the dead are replaced by joiners.
-When every rank has a parked process the planner decides, and REGROUPING carries the plan out in a
-new generation. A failure in STOPPING keeps the generation; one in REGROUPING stops the new one.
+GATHERING lasts until enough nodes have joined; a job of one node, which is there from the start,
+leaves it out. A failure before any commit leads back to SETTING_UP: all workers are killed and
+start again. A later one leads to STOPPING: the survivors are told to park, and the dead are
+replaced by joiners. When every rank has a parked process the planner decides, and REGROUPING
+carries the plan out in a new generation. A failure in STOPPING keeps the generation; one in
+REGROUPING stops the new one.
 
 The moves here are those that a failure forces: stop, start again, doom a worker, end. What an event
 says is judged in `core.coordinator`, and what has become possible is done in `core.settle`.
 
-What it doesn't know: clocks, sockets, processes (the shell's), and nodes.
+What it doesn't know: clocks, sockets and processes (the shell's), and what is done about a node
+that is lost (`core.handover`).
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.commits import Commits
+from everstep.core.copies import CopyTable, need_copies
 from everstep.core.ladder import Backoff, Budget, Incident, Policy, Repeats, is_echo
 from everstep.core.membership import Member, Membership, Status
+from everstep.core.nodes import Layout, Nodes
 from everstep.core.outbox import Outbox
-from everstep.core.words import verb
+from everstep.core.placement import Placement, Site, place, replace
+from everstep.core.words import name_ranks, verb
 from everstep.types import Cause, CauseKind, Holding, Plan, Position
 
 _COPIES_DIFFER = (
@@ -39,6 +46,7 @@ class Phase(enum.StrEnum):
     """What the job as a whole is doing."""
 
     NEW = "new"
+    GATHERING = "gathering"
     SETTING_UP = "setting up"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -47,12 +55,18 @@ class Phase(enum.StrEnum):
 
 
 class Job:
-    """What is known of one job of `world_size` ranks. Pure state; not thread-safe."""
+    """What is known of one job of `world_size` ranks. `layout`: how they lie on nodes, which are
+    still to join; None: on one node, number 0, which is there. Pure state; not thread-safe."""
 
-    def __init__(self, world_size: int, policy: Policy) -> None:
+    def __init__(self, world_size: int, policy: Policy, layout: Layout | None = None) -> None:
+        if layout is not None and layout.world_size != world_size:
+            raise ValueError(f"{layout} has {layout.world_size} ranks, not {world_size}")
         self.policy = policy
+        self.gathers = layout is not None
         self.world_size = world_size
         self.membership = Membership(world_size)
+        self.nodes = Nodes(layout or Layout(nproc_per_node=world_size, nnodes=1), policy)
+        self.node_deadline_s: float | None = None  # by when a node must come for an empty slot
         self.budget = Budget(policy)
         self.repeats = Repeats()
         self.backoff = Backoff(policy)
@@ -64,6 +78,8 @@ class Job:
         self.deadline_s: float | None = None  # of the phase; members have their own
         self.incident: Incident | None = None
         self.commits = Commits(world_size)
+        self.copies = CopyTable()
+        self.placement: Placement | None = None  # of copies, on several nodes
         self.recorded = 0  # the newest step in the journal
         self.protected: dict[int, ev.Protected] = {}  # what each rank said in the job's set-up
         self.first_of: dict[str, ev.Protected] = {}  # of those, the first of each shard
@@ -71,7 +87,7 @@ class Job:
         # Where the ranks will go on: decided when all survivors stand still, and again whenever
         # what it was decided from (`chosen_from`) has changed. The step is told to joiners.
         self.chosen: Position | None = None
-        self.chosen_from: tuple[int, Position] | None = None
+        self.chosen_from: tuple[int, int, Position] | None = None
         self.told_step: int | None = None
         self.closed = False
         self.stop_seen = False  # "stopped" is in the journal for this stop
@@ -80,6 +96,8 @@ class Job:
         self.regroup_seen = False  # "regrouped" is in the journal for this generation
         self.answered: set[int] = set()  # ranks whose receipt of this generation has come
         self.restored: dict[int, int] = {}  # rank to bytes fetched
+        if layout is None and (alone := self.nodes.join(0, "", "")) is not None:
+            self.nodes.give(0, alone)
 
     @property
     def generation(self) -> int:
@@ -91,15 +109,53 @@ class Job:
         did."""
         return self.commits[member.rank] + 1
 
+    @property
+    def shards(self) -> dict[int, str]:
+        """By rank, the key of its part of the state."""
+        return {rank: said.shard for rank, said in self.protected.items()}
+
+    def copied(self) -> frozenset[int]:
+        """The ranks whose state is copied in each step. O(ranks)."""
+        if not self.policy.copies:
+            return frozenset()
+        layout = self.nodes.layout
+        return need_copies(self.shards, layout.slot_of if layout.nnodes > 1 else lambda rank: rank)
+
+    def assign_keepers(self) -> None:
+        """Say which node keeps the copies of which rank, now that every slot is held. O(ranks),
+        where there are copies."""
+        copied, layout = self.copied(), self.nodes.layout
+        if not copied or layout.nnodes == 1:
+            return
+        sites = [site for slot in range(layout.nnodes) if (site := self._site(slot)) is not None]
+        placement = place(sites) if self.placement is None else replace(self.placement, sites)
+        if placement.reason and placement != self.placement:
+            self.out.record("note", key="placement", text=placement.reason, rank=None)
+        self.placement = placement
+        at = {site.slot: site.node for site in sites}
+        keepers = {}
+        for rank in sorted(copied):
+            others = placement.holders(layout.slot_of(rank))[1:]
+            if others:
+                keepers[rank] = at[others[0]]
+        self.out.put(do.SendKeepers(keepers=keepers))
+
+    def _site(self, slot: int) -> Site | None:
+        node = self.nodes.holder(self.nodes.layout.ranks_of(slot)[0])
+        if node is None:
+            return None
+        return Site(slot=slot, node=node.number, host=node.host, domain=node.domain)
+
     def nothing(self, rank: int) -> Holding:
         """The holding of a rank whose process has no state."""
         return Holding(committed=0, torn=True, shard=self.protected[rank].shard)
 
     # ------------------------------------------------------------------ what a failure forces
 
-    def fail(self, member: Member, step: int, cause: Cause) -> None:
+    def fail(self, member: Member, step: int, cause: Cause, others: Sequence[int] = ()) -> None:
         """Take a cause that counts: remember it, stop or start again what runs, and end the job
-        when it is one too many. `step`: the step that was under way where `member` stood."""
+        when it is one too many. `step`: the step that was under way where `member` stood. `others`:
+        ranks that failed with it, by the same cause."""
         rank = member.rank
         if self.repeated(rank, step, cause):
             return
@@ -109,6 +165,7 @@ class Job:
             self.incident = Incident(number=number, rank=rank, step=step, cause=cause)
         if self.incident.blame(rank, step, cause) or opened_in is not None:
             self.budget.caused(cause, self.now_s)
+        self.incident.failed |= dict.fromkeys(others, cause)
         self.out.failed(self.incident, member, step, cause, opened_in)
         if self.phase is Phase.STOPPING:
             if member.joining:
@@ -116,12 +173,13 @@ class Job:
         else:
             self.budget.stopped()
             if self.commits.newest[0] == 0:
-                self.start_again(f"rank {rank} failed before any step was committed")
+                failed = name_ranks([rank, *others])
+                self.start_again(f"{failed} failed before any step was committed")
             else:
                 self.stop()
         if cause.fault is not None:
             self.budget.on_purpose()
-        elif not is_echo(cause):
+        elif not is_echo(cause) and cause.kind is not CauseKind.NODE:
             self.backoff.failed(rank, self.now_s)
         spent = self.budget.exceeded()
         if spent is not None:
@@ -158,6 +216,7 @@ class Job:
         self.phase, self.closed, self.stop_seen = Phase.SETTING_UP, False, False
         self.deadline_s = self.now_s + self.policy.setup_timeout_s
         self.commits, self.resumed_at = Commits(self.world_size), (0, 0)
+        self.copies = CopyTable()
         self.protected, self.first_of = {}, {}
         self.plan = None
         everybody = verb(range(self.world_size), "starts", "start")
@@ -213,13 +272,24 @@ class Job:
         """Assert what must hold between any two events. For tests and simulation: O(ranks)."""
         self.membership.validate()
         self.commits.validate()
+        self.nodes.validate()
         members, phase = list(self.membership.members()), self.phase
         if phase in (Phase.NEW, Phase.ENDED):
             return
-        assert len(members) == self.world_size, "a rank without a process"
+        timed = phase in (Phase.GATHERING, Phase.SETTING_UP, Phase.REGROUPING)
+        unmanned = phase is Phase.SETTING_UP and self.nodes.any_empty
+        assert (self.deadline_s is not None) == (timed and not unmanned), phase
+        if phase is Phase.GATHERING:
+            assert not members, members
+            return
+        empty = [self.nodes.layout.ranks_of(slot) for slot in self.nodes.empty()]
+        unheld = [rank for ranks in empty for rank in ranks]
+        assert self.membership.vacant() == unheld, "a rank without a process, or without a node"
+        assert not empty or not self.nodes.spares, "a slot is empty, and a spare is there"
+        assert not empty or phase in (Phase.SETTING_UP, Phase.STOPPING), phase
+        assert self.node_deadline_s is None or empty, "a node is awaited, and none is missing"
         assert self.recorded == self.commits.least[0], (self.recorded, self.commits.least)
         assert self.incident is not None or phase in (Phase.SETTING_UP, Phase.RUNNING), phase
-        assert (self.deadline_s is not None) == (phase in (Phase.SETTING_UP, Phase.REGROUPING))
         assert self.plan is not None or phase is not Phase.REGROUPING
         assert self.plan is None or phase in (Phase.REGROUPING, Phase.STOPPING), phase
         expected = {Phase.RUNNING: Status.RUNNING, Phase.REGROUPING: Status.REGROUPING}.get(phase)

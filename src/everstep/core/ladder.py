@@ -20,7 +20,8 @@ Where the budgets are lifted (`everstep prove`) there is no back-off; the repeat
 does one last bound on attempts that fail with no fault on purpose: what fails that often by itself
 would fail for ever.
 
-What it doesn't know: nodes, whose budgets are still to come.
+What it doesn't know: which nodes there are, and which of their hosts are set aside (`core.nodes`).
+A node that is lost with all its ranks is one failed attempt like any other.
 """
 
 from __future__ import annotations
@@ -91,6 +92,22 @@ class Policy:
     """From a kill until the death is seen. Only a process in an uninterruptible wait takes longer
     than a second."""
 
+    join_nodes_timeout_s: float = 600.0
+    """From the start until as many nodes have joined as the job needs. A scheduler that starts them
+    one after another takes minutes; the cluster is idle meanwhile."""
+
+    copies: bool = False
+    """Whether ranks whose shard has no natural replica are copied in each step. Costs a copy of the
+    shard in time and two in memory; without it, such a shard is lost with its rank."""
+
+    spare_wait_s: float = 300.0
+    """How long the ranks stay parked until a node comes, where one was lost and no spare is there,
+    in seconds; 0: not at all. A machine that reboots is back in five minutes; all others wait."""
+
+    max_node_failures: int = 3
+    """Losses of nodes on one host within `incident_window_s` after which the host is set aside:
+    another node is taken before one of its. Twice may be bad luck."""
+
     unlimited: bool = False
     """Lift both budgets (`everstep prove`, which injects its faults). The repeat rule stays, and 20
     failed attempts in a row with neither a commit nor a fault on purpose still end the job."""
@@ -102,8 +119,9 @@ class Incident:
     one replaces it when the first was only an echo. `failed`: how each rank failed that did so
     since all ranks last stood at one step, by rank. `floor`: the step from which the ranks go on;
     the first commit above it ends the incident. `respawned`: a process was replaced in it.
-    `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps that all ranks had
-    committed and that are done again."""
+    `replaced`: a node was lost in it, so that its ranks go to another. `takeovers`: by slot, who
+    took it over, in words. `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps
+    that all ranks had committed and that are done again. `decision`: how they go on, in words."""
 
     number: int
     rank: int
@@ -111,12 +129,25 @@ class Incident:
     cause: Cause
     floor: int = 0
     respawned: bool = False
+    replaced: bool = False
     fetched: bool = False
     steps_lost: int = 0
-    rung: Rung = Rung.RETRY
     state_from: StateFrom = StateFrom.PROCESS
-    reason: str = ""
+    decision: str = ""
+    takeovers: dict[int, str] = field(default_factory=dict)
     failed: dict[int, Cause] = field(default_factory=dict)
+
+    @property
+    def rung(self) -> Rung:
+        """Who runs afterwards."""
+        if self.replaced:
+            return Rung.REPLACE
+        return Rung.RESPAWN if self.respawned else Rung.RETRY
+
+    @property
+    def reason(self) -> str:
+        """Who took over, and how the ranks go on, in words."""
+        return "; ".join([*self.takeovers.values(), self.decision])
 
     def blame(self, rank: int, step: int, cause: Cause) -> bool:
         """Take note of a cause, and of the step that was under way where `rank` stood: it is shown
@@ -130,18 +161,19 @@ class Incident:
     def follow(self, plan: Plan) -> None:
         """Take note of the plan by which the ranks go on."""
         fetches = any(part.decision is Decision.FETCH for part in plan.ranks)
-        self.floor = plan.step
-        self.reason = plan.reason
+        self.floor, self.decision = plan.step, plan.reason
         self.failed.clear()
-        self.rung = Rung.RESPAWN if self.respawned else Rung.RETRY
-        self.state_from = StateFrom.PEER if fetches or self.fetched else StateFrom.PROCESS
+        if any(part.copy for part in plan.ranks):
+            self.state_from = StateFrom.MEMORY
+        else:
+            self.state_from = StateFrom.PEER if fetches or self.fetched else StateFrom.PROCESS
 
     def start_again(self, reason: str) -> None:
         """Take note that all ranks start again from the script, since nothing is committed."""
-        self.floor, self.reason = 0, reason
+        self.floor, self.decision = 0, reason
         self.failed.clear()
         self.respawned = True
-        self.rung, self.state_from = Rung.RESPAWN, StateFrom.SCRIPT
+        self.state_from = StateFrom.SCRIPT
 
 
 def is_echo(cause: Cause) -> bool:

@@ -9,6 +9,7 @@ What it doesn't know: when a line is due, and the time, which the journal's writ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from everstep.core import actions as do
 from everstep.core.events import Restored
 from everstep.core.ladder import Incident
 from everstep.core.membership import Member
+from everstep.core.nodes import Node
 from everstep.types import Cause, Holding, Record
 
 
@@ -38,10 +40,10 @@ class Outbox:
         """Add a line for the journal."""
         self.put(do.Record(record=Record(event=event, fields=fields)))
 
-    def spawn(self, member: Member, generation: int, delay_s: float = 0.0) -> None:
-        """Spawn the process for a new tenure, after `delay_s`."""
+    def spawn(self, member: Member, node: int, generation: int, delay_s: float = 0.0) -> None:
+        """Spawn the process for a new tenure on `node`, after `delay_s`."""
         rank, incarnation = member.identity
-        known = {"generation": generation, "joiner": member.joining}
+        known = {"generation": generation, "joiner": member.joining, "node": node}
         self.record("spawned", rank=rank, incarnation=incarnation, **known)
         self.put(
             do.Spawn(
@@ -50,6 +52,7 @@ class Outbox:
                 generation=generation,
                 joiner=member.joining,
                 delay_s=delay_s,
+                node=node,
             )
         )
 
@@ -110,6 +113,45 @@ class Outbox:
             rung=incident.rung.value,
             state_from=incident.state_from.value,
             reason=incident.reason,
+        )
+
+    def node_joined(self, node: Node) -> None:
+        """A node has come; it is a spare until it is given a slot."""
+        self.record("node_joined", node=node.number, host=node.host, domain=node.domain)
+
+    def gathered(self, nodes: Sequence[Node], spares: int) -> None:
+        """The job has the nodes that it needs. `nodes`: by slot."""
+        self.record("gathered", nodes=[node.number for node in nodes], spares=spares)
+
+    def node_lost(self, node: Node, ranks: Sequence[int], text: str) -> None:
+        """A node is gone. `ranks`: those that it held; none of a spare, which is no incident."""
+        self.record(
+            "node_lost",
+            node=node.number,
+            host=node.host,
+            slot=node.slot,
+            ranks=list(ranks),
+            text=text,
+        )
+
+    def node_set_aside(self, host: str, losses: int, text: str) -> None:
+        """A host has lost too many nodes."""
+        self.record("node_set_aside", host=host, losses=losses, text=text)
+
+    def node_awaited(self, incident: Incident, ranks: Sequence[int], wait_s: float) -> None:
+        """No spare is left for `ranks`, and one is waited for."""
+        self.record("node_awaited", incident=incident.number, ranks=list(ranks), wait_s=wait_s)
+
+    def node_replaced(self, incident: Incident, slot: int, lost: Node, node: Node) -> None:
+        """`node` takes the slot of `lost`."""
+        self.record(
+            "node_replaced",
+            incident=incident.number,
+            slot=slot,
+            lost=lost.number,
+            node=node.number,
+            host=node.host,
+            reason=incident.takeovers[slot],
         )
 
     def incident_closed(self, incident: Incident) -> None:

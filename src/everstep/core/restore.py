@@ -17,14 +17,14 @@ Which position wins depends on which different holdings there are, not on how ma
 Step 0 is special: nothing is fetched for it, since the script's own set-up makes it. A plan with
 step 0 is an order to start every rank again from its script, and all its parts are KEEP.
 
-What it doesn't know: why a rank failed, who is a joiner, what older copies exist (this planner sees
-processes only), and whether a source's bytes are right (receipts find that out).
+What it doesn't know: why a rank failed, who is a joiner, where a copy lies, and whether a source's
+bytes are right (receipts find that out).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep.core.words import name_ranks, verb
@@ -35,6 +35,8 @@ MOST_SOURCES = 64
 each source costs a connection."""
 
 _SHOWN = 3  # shards that a sentence names before it counts the rest
+_OWN_COPY = ("its copy in memory", "their copies in memory")
+_NO_COPIES: Mapping[str, Collection[int]] = {}
 _KEEP = RankPlan(decision=Decision.KEEP)
 
 
@@ -48,41 +50,50 @@ class Lost:
 
 
 def choose(
-    held: Collection[Holding], shards: Collection[str], seen: Position = (0, 0)
+    held: Collection[Holding],
+    shards: Collection[str],
+    seen: Position = (0, 0),
+    copied: Mapping[str, Collection[int]] = _NO_COPIES,
 ) -> Position | None:
     """The newest position for which every one of `shards` has a holding that reaches it; (0, 0)
     when all must start again from the script; None when there is no such position.
 
     `held`: what the ranks hold, each different holding at least once; ranks that hold nothing may
     be left out. `seen`: the newest position that any process has ever committed, also one that is
-    dead. Pure. Costs by holdings and positions, not by ranks.
+    dead. `copied`: by shard, the steps of which all its ranks have copies in memory; sections do
+    not change what is copied. Pure. Costs by holdings and positions, not by ranks.
     """
     candidates = sorted({holding.position for holding in held} | {seen}, reverse=True)
     if candidates[0][0] == 0:
         return 0, 0
     for position in candidates:
         reached = {h.shard for h in held if _way(h, position) is not Decision.FETCH}
+        reached |= {shard for shard, steps in copied.items() if position[0] in steps}
         if len(reached) == len(shards):
             return position if position[0] > 0 else (0, 0)
     return None
 
 
 def plan(
-    holdings: Sequence[Holding], seen: Position = (0, 0), *, most_sources: int = MOST_SOURCES
+    holdings: Sequence[Holding],
+    seen: Position = (0, 0),
+    copied: Mapping[str, Collection[int]] = _NO_COPIES,
+    *,
+    most_sources: int = MOST_SOURCES,
 ) -> Plan | Lost:
     """Decide the position and every rank's part in reaching it.
 
     `holdings[r]` is what logical rank r holds; a rank that has nothing holds `torn=True,
-    committed=0`. At least one. `seen`: as in `choose`. `most_sources`: from how many replicas a
-    rank fetches at most. Pure, does not block. Raises ValueError without holdings.
+    committed=0`. At least one. `seen`, `copied`: as in `choose`. `most_sources`: from how many
+    replicas a rank fetches at most. Pure, does not block. Raises ValueError without holdings.
     """
     if not holdings:
         raise ValueError("a plan needs the holding of at least one rank")
     different = set(holdings)
     shards = sorted({holding.shard for holding in different})
-    position = choose(different, shards, seen)
+    position = choose(different, shards, seen, copied)
     if position is None:
-        return _lost(holdings, shards)
+        return _lost(holdings, shards, copied)
     if position[0] == 0:
         return _start_again(len(holdings))
     return _plan_for(position, holdings, most_sources)
@@ -120,12 +131,19 @@ def _plan_for(position: Position, holdings: Sequence[Holding], most_sources: int
     sinks: dict[int, list[int]] = {}
     for rank, (holding, way) in enumerate(zip(holdings, ways, strict=True)):
         if way is Decision.FETCH:
-            found = keepers.get(holding.shard) or advancers[holding.shard]
+            found = keepers.get(holding.shard) or advancers.get(holding.shard)
+            if found is None:
+                continue  # its own copy
             sources[rank] = _some(found, most_sources, turn=len(sources))
             for source in sources[rank]:
                 sinks.setdefault(source, []).append(rank)
     parts = tuple(
-        RankPlan(decision=way, sources=sources.get(rank, ()), sinks=tuple(sinks.get(rank, ())))
+        RankPlan(
+            decision=way,
+            sources=sources.get(rank, ()),
+            sinks=tuple(sinks.get(rank, ())),
+            copy=way is Decision.FETCH and rank not in sources,
+        )
         if way is not Decision.KEEP or rank in sinks
         else _KEEP
         for rank, way in enumerate(ways)
@@ -151,7 +169,8 @@ def _reason(position: Position, parts: Sequence[RankPlan], holdings: Sequence[Ho
         if part.decision is Decision.FETCH:
             fetching.setdefault(part.sources, []).append(rank)
     said = [
-        f"{verb(ranks, 'takes', 'take')} {name_position(position)} from {name_ranks(sources)}"
+        f"{verb(ranks, 'takes', 'take')} {name_position(position)} from "
+        f"{name_ranks(sources) if sources else _OWN_COPY[len(ranks) > 1]}"
         for sources, ranks in fetching.items()
     ]
     advancing = [rank for rank, part in enumerate(parts) if part.decision is Decision.ADVANCE]
@@ -177,12 +196,16 @@ def name_position(position: Position) -> str:
     return f"section {sections} after step {step}" if sections else f"step {step}"
 
 
-def _lost(holdings: Sequence[Holding], shards: Sequence[str]) -> Lost:
+def _lost(
+    holdings: Sequence[Holding],
+    shards: Sequence[str],
+    copied: Mapping[str, Collection[int]],
+) -> Lost:
     """Name the shards for which no position, or no common one, is left."""
     ranks: dict[str, list[int]] = {shard: [] for shard in shards}
     for rank, holding in enumerate(holdings):
         ranks[holding.shard].append(rank)
-    reached = _reached(holdings, shards)
+    reached = _reached(holdings, shards, copied)
     gone = tuple(shard for shard in shards if not reached[shard])
     if gone:
         said = [
@@ -202,14 +225,19 @@ def _lost(holdings: Sequence[Holding], shards: Sequence[str]) -> Lost:
     return Lost(shards=missing, reason=text)
 
 
-def _reached(holdings: Sequence[Holding], shards: Iterable[str]) -> dict[str, set[Position]]:
-    """By shard, the positions that a rank of it reaches, if they were committed by anybody."""
+def _reached(
+    holdings: Sequence[Holding], shards: Iterable[str], copied: Mapping[str, Collection[int]]
+) -> dict[str, set[Position]]:
+    """By shard, the positions that a rank of it, or its copies, reach, if they were committed by
+    anybody."""
     committed = {holding.position for holding in holdings}
     reached: dict[str, set[Position]] = {shard: set() for shard in shards}
     for holding in set(holdings):
         for position in (holding.position, holding.ahead):
             if position in committed and _way(holding, position) is not Decision.FETCH:
                 reached[holding.shard].add(position)
+    for shard, steps in copied.items():
+        reached[shard] |= {position for position in committed if position[0] in steps}
     return reached
 
 

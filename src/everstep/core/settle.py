@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from everstep.core import actions as do
 from everstep.core.agreement import disagreement
+from everstep.core.handover import await_node, fill_slots, settle_gathering
 from everstep.core.job import Job, Phase
 from everstep.core.ladder import Incident, is_of_script
 from everstep.core.membership import Status
@@ -20,12 +21,17 @@ from everstep.core.restore import Lost, choose, name_position, plan
 from everstep.core.words import name_ranks, verb
 from everstep.types import Cause, CauseKind, Plan, Position
 
-_KEPT_BY = "One more replica of every shard, or a durable checkpoint, would have kept it."
+_KEPT_BY = (
+    "One more replica of every shard, copies in memory (--copies sync) or a durable checkpoint "
+    "would have kept it."
+)
 _ALONE = "With one rank there is no second copy: use --nproc-per-node 2 or more."
 
 
 def settle(job: Job) -> None:
     """Take every transition that has become possible; what follows from it goes to `job.out`."""
+    if job.phase is Phase.GATHERING:
+        settle_gathering(job)
     if job.phase is Phase.SETTING_UP:
         _settle_setup(job)
     if job.phase is Phase.STOPPING:
@@ -44,6 +50,9 @@ def settle(job: Job) -> None:
 
 def _settle_setup(job: Job) -> None:
     _spawn_vacant(job, joining=False)
+    await_node(job)
+    if job.phase is Phase.ENDED:
+        return
     if job.incident is not None and not job.stop_seen and job.membership.complete():
         _see_stopped(job, job.incident)
         job.out.planned(job.incident, job.generation)
@@ -58,7 +67,8 @@ def _settle_setup(job: Job) -> None:
             _see_ready(job, job.incident)
         job.out.record("setup_done")
         _run(job)
-        job.out.put(do.SendGo(to=_everybody(job)))
+        job.assign_keepers()
+        job.out.put(do.SendGo(to=_everybody(job), copied=job.copied()))
     elif job.membership.any_finished:
         _refuse_unprotected(job)
 
@@ -81,12 +91,16 @@ def _refuse_unprotected(job: Job) -> None:
 
 
 def _spawn_vacant(job: Job, *, joining: bool) -> None:
-    """Give every rank that nobody holds to a new process."""
+    """Give every rank that nobody holds to a new process, if a node holds its slot."""
+    fill_slots(job)
     for rank in job.membership.vacant():
+        node = job.nodes.holder(rank)
+        if node is None:
+            continue
         delay_s = job.backoff.delay_s(rank, job.now_s)
         deadline_s = job.now_s + delay_s + job.policy.join_timeout_s if joining else None
         member = job.membership.spawn(rank, joining=joining, deadline_s=deadline_s)
-        job.out.spawn(member, job.generation, delay_s)
+        job.out.spawn(member, node.number, job.generation, delay_s)
 
 
 # ---------------------------------------------------------------------- stop and regroup
@@ -94,7 +108,7 @@ def _spawn_vacant(job: Job, *, joining: bool) -> None:
 
 def _settle_stop(job: Job) -> None:
     table = job.membership
-    if not table.any_survivor:
+    if not table.any_survivor and not job.copies.by_shard(job.shards):
         _fall_back(job, "no process that held it is left", range(job.world_size))
         return
     _spawn_vacant(job, joining=True)
@@ -104,10 +118,11 @@ def _settle_stop(job: Job) -> None:
         _see_stopped(job, job.incident)
     # What a rank that is dead by now had committed, its script has seen done: who can make that
     # goes on to it.
-    decided_from = table.held_version, job.commits.newest
+    decided_from = table.held_version, job.copies.version, job.commits.newest
     if job.chosen_from != decided_from:
         job.chosen_from = decided_from
-        job.chosen = choose(table.held, job.first_of, seen=job.commits.newest)
+        copied = job.copies.by_shard(job.shards)
+        job.chosen = choose(table.held, job.first_of, job.commits.newest, copied)
     if job.chosen is None:
         _lose(job)
     elif job.chosen[0] == 0:
@@ -115,6 +130,7 @@ def _settle_stop(job: Job) -> None:
     else:
         _replace_ahead(job, job.chosen)
         _place_joiners(job, job.chosen[0])
+        await_node(job)
         if table.all_are(Status.PARKED):
             _regroup(job)
 
@@ -124,7 +140,7 @@ def _plan(job: Job) -> Plan | Lost:
     # A joiner holds what its script made, whatever it says: only survivors have state.
     held = {member.rank: member.holding for member in job.membership.survivors()}
     holdings = [held.get(rank) or job.nothing(rank) for rank in range(job.world_size)]
-    return plan(holdings, seen=job.commits.newest)
+    return plan(holdings, job.commits.newest, job.copies.by_shard(job.shards))
 
 
 def _lose(job: Job) -> None:
@@ -170,7 +186,7 @@ def _ended_by(ranks: list[int], failed: Mapping[int, Cause]) -> str:
 def _replace_ahead(job: Job, chosen: Position) -> None:
     """Replace the survivors that stand after the position from which all go on: a script that has
     been given a result can't be led back behind it."""
-    if max(holding.position for holding in job.membership.held) <= chosen:
+    if max((holding.position for holding in job.membership.held), default=chosen) <= chosen:
         return
     for member in job.membership.survivors():
         if member.holding is not None and member.holding.position > chosen:
@@ -214,8 +230,10 @@ def _regroup(job: Job) -> None:
     job.regroup_seen = False
     job.chosen = job.chosen_from = job.told_step = None
     job.commits.cut(chosen.position)
+    job.copies.cut(chosen.step)
     job.resumed_at = chosen.position
     job.membership.admit(closed=job.closed)
+    job.assign_keepers()
     job.out.put(do.SendRegroup(generation=job.generation, plan=chosen, to=_everybody(job)))
 
 

@@ -117,6 +117,7 @@ def _only_holders(job: Job, verdict: Verdict) -> list[int]:
         if (member := job.membership.holder(rank)) is not None
         and member.survivor
         and job.protected[rank].shard not in left
+        and not job.copies.steps(rank)
     ]
 
 

@@ -36,7 +36,13 @@ def check_record(sim: Simulation, line: dict[str, Any]) -> None:
         case "incident_closed":
             sim.check(line["steps_lost"] == 0, "a committed step was lost")
             sim.check(line["incident"] == sim.open_incident, "another incident was open")
-            sim.open_incident = 0
+            replaced = (line["rung"] == "replace") == sim.replaces
+            sim.check(replaced, f"rung {line['rung']}, where nodes were lost: {sim.replaces}")
+            sim.open_incident, sim.replaces = 0, False
+        case "node_lost":
+            sim.replaces |= bool(line["ranks"])
+        case "node_awaited":
+            sim.awaited_s = line["t"]
 
 
 def check_end(sim: Simulation, end: End) -> None:
@@ -51,6 +57,8 @@ def check_end(sim: Simulation, end: End) -> None:
         twice = end.rank is not None and sim.faults.corrupted[end.rank] >= 2
         sim.check(twice, f"rank {end.rank} had no two bad receipts: {end.text}")
         return
+    if _ends_by_nodes(sim, end.text):
+        return
     if "was not ready within" in end.text:  # by the repeat rule, a rehearsal that never ends
         stuck = sum(sim.faults.hits[kind, phase, "joiner"] for kind in _STILL for phase in _PHASES)
         sim.check(stuck >= 2, f"no two joiners stood still: {end.text}")
@@ -60,6 +68,24 @@ def check_end(sim: Simulation, end: End) -> None:
     sim.check(sim.newest_step > 0, "nothing was to lose")
     named = sim.schedule.shards == 1 or "shard 's" in end.text or "no process" in end.text
     sim.check(named, f"the shard is not named: {end.text}")
+
+
+def _ends_by_nodes(sim: Simulation, text: str) -> bool:
+    """Whether the job ended for want of a node; then there was none."""
+    if "not joined within" in text:
+        few = len(sim.nodes.usable_nodes) < sim.schedule.nnodes
+        sim.check(few, f"there were enough nodes: {text}")
+    elif "no spare node is left" in text:
+        sim.check(not sim.nodes.spares, f"spares {sim.nodes.spares} were there: {text}")
+        until_s = None if sim.awaited_s is None else sim.awaited_s + sim.policy.spare_wait_s
+        waited = until_s is not None and sim.now_s >= until_s
+        sim.check(waited, f"no node was waited for: {text}")
+    elif "could not be ended" in text:
+        stuck = any(worker.stuck for worker in sim.workers.values())
+        sim.check(stuck and not sim.nodes.spares, f"its node could have been given up: {text}")
+    else:
+        return False
+    return True
 
 
 def _check_good_end(sim: Simulation) -> None:
@@ -79,7 +105,8 @@ def _check_good_end(sim: Simulation) -> None:
 
 def _recoverable(sim: Simulation) -> bool:
     """Whether the living hold a whole state of one position; each position is tried."""
-    holders = [w for w in sim.workers.values() if w.alive and not w.dying and w.has_state]
+    living = [w for w in sim.workers.values() if w.alive and not w.dying and w.in_reach]
+    holders = [w for w in living if w.has_state and sim.nodes.usable(w)]
     held = [worker.train.holding for worker in holders]
     shards = {sim.schedule.shard(rank) for rank in range(sim.schedule.world_size)}
     for position in {holding.position for holding in held if holding.committed > 0}:

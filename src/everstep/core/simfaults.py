@@ -9,7 +9,7 @@ script and ends the job in the end.
 
 Who stands still is found by the agents' look at progress: when nothing moves any more, they say so
 to the coordinator. Where it can do nothing (all stand still, or a message is lost that no deadline
-waits for), whoever runs the job kills one.
+waits for), whoever runs the job kills one. What befalls a node is done by `core.simnodes`.
 
 What it doesn't know: what comes of it.
 """
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from everstep.core import events as ev
 from everstep.core.hang import Evidence, Stance
+from everstep.core.simschedule import NODE_FAULTS
 from everstep.core.simworker import ACTING, Place, SimWorker
 from everstep.types import CauseKind
 
@@ -60,15 +61,25 @@ class SimFaults:
         _, kind = self._left.pop()
         self._after = self._left[-1][0] if self._left else -1
         draw = self._sim.random
-        living = [worker for worker in self._sim.workers.values() if worker.alive]
+        if kind in NODE_FAULTS and kind != "stuck":
+            phase = self._sim.phase  # before it
+            if who := self._sim.nodes.befall(kind):
+                self.fired += 1
+                self.hits[kind, phase, who] += 1
+            return
+        living = self._living()
         joiners = [worker for worker in living if worker.joiner]
         pool = joiners if joiners and draw.random() < 0.4 else living
         if pool:
             self._hit(kind, draw.choice(pool), draw)
 
+    def _living(self) -> list[SimWorker]:
+        """The newest process of each rank, if it lives and can be reached."""
+        return [w for w in self._sim.workers.values() if w.alive and w.in_reach]
+
     def _hit(self, kind: str, worker: SimWorker, draw: random.Random) -> None:
         setting_up = worker.place is Place.SET_UP
-        if kind in ("hang", "stall", "lose") and setting_up and not worker.joiner:
+        if kind in ("hang", "stall", "lose", "stuck") and setting_up and not worker.joiner:
             return
         self.fired += 1
         who = "joiner" if worker.joiner else worker.place.value
@@ -93,6 +104,8 @@ class SimFaults:
                 worker.will_hang = True
             case "stall":
                 worker.hung = True
+            case "stuck":
+                worker.hung = worker.stuck = True
             case "lose" | "twice":
                 self._perturbed[worker] = kind
             case _:
@@ -136,7 +149,7 @@ class SimFaults:
     def silent(self) -> ev.Silent | None:
         """What the agents say when nothing moves: that somebody stands still, if somebody does of
         whom they have not said so yet."""
-        stalled = {worker.identity for worker in self._sim.workers.values() if worker.stalled}
+        stalled = {worker.identity for worker in self._living() if worker.stalled}
         if stalled <= self._said:
             return None
         self._said |= stalled
@@ -154,15 +167,17 @@ class SimFaults:
                 generation=worker.generation,
                 stopped=worker.hung,
             )
-            for worker in self._sim.workers.values()
-            if worker.alive
+            for worker in self._living()
         )
 
     def end_one(self) -> bool:
         """Nothing will move by itself any more: whoever runs the job kills one that stands still,
         or whose message was lost. False when all look well."""
-        for worker in self._sim.workers.values():
-            if worker.alive and (worker.silent or worker.hung):
-                worker.die()
+        for worker in self._living():
+            if worker.silent or worker.hung:
+                if worker.stuck and worker.home is not None:
+                    self._sim.nodes.fell(worker.home)  # nothing less helps
+                else:
+                    worker.die()
                 return True
         return False

@@ -12,7 +12,7 @@ What it doesn't know: what becomes of it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from everstep.types import Position
@@ -31,12 +31,25 @@ FAULTS = (
     "lose",  # a message from or to a worker is lost
     "twice",  # what a worker says next comes twice, the second time late
 )
+NODE_FAULTS = (
+    "fell",  # a node is gone at one instant, with what it had under way
+    "cut",  # a node can't be reached any more, and lives
+    "spare",  # a spare is gone
+    "late",  # one more node comes
+    "stuck",  # a process stands still and can't be ended
+)
 _LAYOUTS = (  # ranks and shards
     *((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (5, 1)),  # DDP
     *((4, 2), (5, 2), (6, 2), (6, 3)),  # HSDP
     *((2, 2), (3, 3)),  # FSDP
 )
+_ON_NODES = (  # nodes, ranks of each, and shards
+    *((2, 1, 1), (2, 2, 1), (3, 1, 1), (3, 2, 1), (4, 1, 1)),  # DDP
+    *((2, 2, 2), (3, 2, 2), (4, 1, 2)),  # HSDP
+    *((3, 1, 3), (2, 2, 4)),  # FSDP
+)
 _OFTEN = ("kill", "kill", "raise", "peer", *FAULTS)
+_OFTEN_ON_NODES = (*("fell",) * 10, *("cut",) * 6, *NODE_FAULTS, "spare", *_OFTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +61,11 @@ class Schedule:
     copy to undo the first of two updates with; fenced ones always do where they must. `sections`:
     how many follow step 0 (the set-up), 1, 2, ...; none after those that aren't named. `faults`:
     how many events after the one before it each fault comes, and which it is. `node_size`: ranks of
-    one node. `slow_s`: the longest delay."""
+    one node. `slow_s`: the longest delay.
+
+    `nnodes`: nodes that have to join, with `node_size` ranks each; 0: one, whose agent never fails.
+    `spares`: nodes that come beside them. `hosts`: machines on which the nodes lie in turn; two are
+    a failure domain. `returns`: how probable it is that a node that was lost comes back."""
 
     seed: int
     world_size: int
@@ -61,6 +78,10 @@ class Schedule:
     faults: tuple[tuple[int, str], ...] = ()
     node_size: int = 1
     slow_s: float = 0.1
+    nnodes: int = 0
+    spares: int = 0
+    hosts: int = 1
+    returns: float = 0.0
 
     def shard(self, rank: int) -> str:
         """The key of what `rank` holds."""
@@ -97,7 +118,7 @@ def draw_schedule(seed: int) -> Schedule:
     steps = draw.randrange(1, 6)
     sectioned = draw.random() < 0.5
     sections = tuple(draw.choice((0, 0, 1, 2)) for _ in range(steps + 1)) if sectioned else ()
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         world_size=world_size,
         steps=steps,
@@ -111,4 +132,26 @@ def draw_schedule(seed: int) -> Schedule:
         faults=faults,
         node_size=draw.choice((1, 1, 2, 3)),
         slow_s=draw.choice((0.01, 0.1, 1.0)),
+    )
+    return schedule if draw.random() < 0.6 else _on_nodes(schedule, draw)
+
+
+def _on_nodes(schedule: Schedule, draw: random.Random) -> Schedule:
+    """The same job on several nodes, which fail too."""
+    nnodes, node_size, shards = draw.choice(_ON_NODES)
+    spares, fence = draw.choice((0, 0, 1, 1, 2, 3)), schedule.fence
+    world_size = nnodes * node_size
+    gaps = [draw.randrange(draw.choice((6, 60 * world_size, 60 * world_size)))]
+    gaps += [draw.randrange(draw.choice((6, 12, 30, 150))) for _ in range(4)]
+    return replace(
+        schedule,
+        world_size=world_size,
+        shards=shards,
+        fence="early" if shards > 1 and fence == "none" else fence,
+        faults=tuple((gap, draw.choice(_OFTEN_ON_NODES)) for gap in gaps[: draw.randrange(6)]),
+        node_size=node_size,
+        nnodes=nnodes,
+        spares=spares,
+        hosts=draw.randrange(1, nnodes + spares + 1),
+        returns=draw.choice((0.0, 0.5, 1.0)),
     )

@@ -86,9 +86,15 @@ class SimTrainer:
         if part == 1:
             self.own = own_forward(self._worker.rank, self.own, target)
         last = part == self._schedule.updates
+
+        def gather() -> None:
+            self._worker.gather((target, part), lambda: self._reduced(target, part))
+
         if last and target[1] == 0 and self._schedule.fence == "none":
             self._send_capsule(target)
-        self._worker.gather((target, part), lambda: self._reduced(target, part))
+            self._sim.when_kept(self._worker, gather)
+        else:
+            gather()
 
     def _reduced(self, target: Position, part: int) -> None:
         """Every rank has contributed, and this one has heard of it."""
@@ -123,9 +129,12 @@ class SimTrainer:
             self.state, self._half = first_half(self.state, step), True
 
     def _enter_fence(self, target: Position) -> None:
+        def gather() -> None:
+            self.ready = target
+            self._worker.gather((target, "fence"), lambda: self._passed(target))
+
         self._send_capsule(target)
-        self.ready = target
-        self._worker.gather((target, "fence"), lambda: self._passed(target))
+        self._sim.when_kept(self._worker, gather)
 
     def _passed(self, target: Position) -> None:
         self.updating = target[1] == 0 and self._schedule.fence == "early"

@@ -9,6 +9,9 @@ acts in one generation, generations rise, a committed step or section stays and 
 the state at each position is the same on whoever holds it, whenever it was made. The same seed
 gives the same run.
 
+In a job of one node what a worker has said outlives it, so its capsule is safe once it is sent.
+Between nodes that is not so: there a worker waits until its capsule is acknowledged.
+
 What it doesn't know: real processes, sockets and time.
 """
 
@@ -28,6 +31,7 @@ from everstep.core.coordinator import Coordinator
 from everstep.core.ladder import Policy
 from everstep.core.simchecks import check_end, check_record
 from everstep.core.simfaults import SimFaults
+from everstep.core.simnodes import SimNodes
 from everstep.core.simschedule import Schedule, draw_schedule
 from everstep.core.simscript import Capsule, Capsules, Scripts
 from everstep.core.simworker import SimWorker
@@ -37,6 +41,7 @@ from everstep.types import Cause, CauseKind, Decision, Plan
 __all__ = ["InvariantError", "Outcome", "Schedule", "Simulation", "draw_schedule", "simulate"]
 
 _MAX_EVENTS_A_RANK = 10_000
+_LATE = 50  # usual delays
 _LOOKED_THROUGH = 16  # ranks up to which all the coordinator's state is checked after every event
 
 
@@ -88,9 +93,12 @@ class Simulation:
         self.records: list[dict[str, Any]] = []
         self.scripts = Scripts(schedule, self.check)
         self.faults = SimFaults(self)
+        self.nodes = SimNodes(self)
         self.resumed = self.undone = self._ahead = 0
         self.newest_step = self.open_incident = 0  # by the journal
-        self._coordinator = Coordinator(schedule.world_size, policy)
+        self.replaces = False  # likewise: a node with ranks was lost since the last incident
+        self.awaited_s: float | None = None  # likewise: since when a node is awaited
+        self._coordinator = Coordinator(schedule.world_size, policy, self.nodes.layout)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._worlds: dict[int, SimWorld] = {}
@@ -112,6 +120,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Run to the end of the job."""
         self._tell(ev.JobStarted())
+        self.nodes.start()
         while self._end is None:
             self._events += 1
             most = _MAX_EVENTS_A_RANK * self.schedule.world_size
@@ -180,9 +189,12 @@ class Simulation:
         heapq.heappush(self._heap, (moment_s, next(self._order), act))
 
     def _send_up(self, worker: SimWorker, act: Callable[[], None]) -> None:
-        """Carry what a worker says, behind all that it has said before."""
-        worker.said_s = max(self.now_s + self.delay_s(), worker.said_s)
-        self._at(worker.said_s, act)
+        """Carry what a worker says, behind all that it has said before. What is said on a node that
+        can't be reached comes late, if it comes."""
+        late = 1 if worker.in_reach else _LATE
+        worker.said_s = max(self.now_s + late * self.delay_s(), worker.said_s)
+        home = worker.home
+        self._at(worker.said_s, act if home is None else lambda: act() if home.heard else None)
 
     def deliver(self, worker: SimWorker, event: ev.WorkerEvent) -> None:
         """A worker speaks to the coordinator. What it has said outlives it."""
@@ -194,15 +206,39 @@ class Simulation:
             self._send_up(worker, arrive)
 
     def keep_capsule(self, worker: SimWorker, capsule: Capsule) -> None:
-        """A worker gives its capsule to the agent."""
-        self._send_up(worker, lambda: self._capsules.keep(worker.rank, capsule))
+        """A worker gives its capsule away. Nothing is kept of a node that is lost."""
+
+        def keep() -> None:
+            if self.nodes.usable(worker):
+                self._capsules.keep(worker.rank, capsule)
+
+        self._send_up(worker, keep)
+
+    def when_kept(self, worker: SimWorker, then: Callable[[], None]) -> None:
+        """`then` when what a worker has given away can't be lost with it: at once, or, between
+        nodes, when that is acknowledged."""
+        if worker.home is None:
+            then()
+            return
+        heard = worker.expect(then)
+
+        def acknowledge() -> None:
+            if worker.in_reach and self.nodes.usable(worker):
+                heard()
+
+        self._send_up(worker, acknowledge)
+
+    def peers_notice(self, worker: SimWorker) -> None:
+        """A worker's peers have lost touch with it, and notice or don't."""
+        for other in self.workers.values():
+            if other.alive and other.generation == worker.generation and other is not worker:
+                other.on_peer_died()
 
     def buried(self, worker: SimWorker, by_us: bool) -> None:
         """A worker has died: its peers notice or don't, and the coordinator hears of it after all
         that it had said."""
-        for other in self.workers.values():
-            if other.alive and other.generation == worker.generation:
-                other.on_peer_died()
+        if self.nodes.usable(worker):  # else they have left it behind
+            self.peers_notice(worker)
         cause = Cause(kind=CauseKind.SIGNAL, text=f"{worker} was killed", signature="9", signal=9)
         rank, incarnation = worker.identity
         died = ev.Died(rank=rank, incarnation=incarnation, cause=cause, before_kill=not by_us)
@@ -224,6 +260,10 @@ class Simulation:
 
     # ------------------------------------------------------------------ the coordinator
 
+    def notify(self, event: ev.Event) -> None:
+        """Tell the coordinator what happened to a node."""
+        self._tell(event)
+
     def _tell(self, event: ev.Event) -> None:
         if self._end is not None:
             return
@@ -238,6 +278,14 @@ class Simulation:
         for action in actions:
             self.check(self._end is None, f"{action} after the end")
             self._carry_out(action)
+        if self.schedule.nnodes and self._unchecked == 0 and self._end is None:
+            self._check_held()
+
+    def _check_held(self) -> None:
+        """Nobody on a node that is lost may be taken to be alive."""
+        for rank, incarnation in self._coordinator.held_by():
+            worker = self._found(rank, incarnation)
+            self.check(self.nodes.usable(worker), f"{worker} is gone with its node")
 
     def _carry_out(self, action: do.Action) -> None:
         match action:
@@ -251,7 +299,9 @@ class Simulation:
                 worker = self._found(rank, incarnation)
                 worker.dying = True
                 self._ahead += "not every shard can reach" in action.why
-                self.after(self.delay_s(), lambda: worker.die(by_us=True) if worker.alive else None)
+                self.after(self.delay_s(), lambda: self._kill(worker))
+            case do.Dismiss():
+                self.nodes.dismissed(action)
             case do.SendStop(generation=generation, to=to):
                 self.check(generation > self._newest_stop, f"stop of {generation} twice")
                 self._newest_stop = generation
@@ -278,18 +328,26 @@ class Simulation:
             case do.End():
                 self._end = action
 
+    def _kill(self, worker: SimWorker) -> None:
+        if worker.alive and worker.in_reach and not worker.stuck:
+            worker.die(by_us=True)
+
     def _answer_inspection(self) -> None:
         self._tell(ev.Inspected(evidence=self.faults.evidence()))
 
     def _spawn(self, order: do.Spawn) -> None:
         rank, before = order.rank, self.workers.get(order.rank)
-        self.check(before is None or not before.alive, f"rank {rank} is held twice")
+        gone = before is None or not before.alive or not self.nodes.usable(before)
+        self.check(gone, f"rank {rank} is held twice")
         self.check(order.incarnation == (before.incarnation if before else 0) + 1, "reused")
         if not order.joiner and order.generation > self._newest_start:
             self._newest_start = order.generation
             self.scripts.start_again()
-        worker = SimWorker(self, rank, order.incarnation, order.generation, order.joiner)
-        self.workers[rank] = worker
+        home = self.nodes.spawned(order)
+        worker = self.workers[rank] = SimWorker(self, order, home)
+        if home is not None:
+            home.workers.append(worker)
+        worker.alive = worker.in_reach  # else the order does not arrive any more
         self.after(order.delay_s, worker.born)
 
     def _post_regroup(self, to: tuple[int, int], generation: int, plan: Plan) -> None:
@@ -311,7 +369,7 @@ class Simulation:
         worker = self._found(*to)
 
         def arrive() -> None:
-            if worker.alive and not worker.deaf(awaited):
+            if worker.alive and worker.in_reach and not worker.deaf(awaited):
                 act(worker)
 
         if self.faults.passes(worker, False, arrive):

@@ -16,11 +16,13 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from everstep.core import events as ev
+from everstep.core.actions import Spawn
 from everstep.core.simscript import Capsule
 from everstep.core.simstep import GARBAGE, SimTrainer
 from everstep.types import Cause, CauseKind, Decision, Holding, Plan
 
 if TYPE_CHECKING:
+    from everstep.core.simnodes import SimNode
     from everstep.core.simulate import Simulation
 
 _DIGESTS = {"w": "7" * 16}
@@ -44,22 +46,21 @@ ACTING = frozenset({Place.STEP, Place.SECTION, Place.REGROUPING})
 
 
 class SimWorker:
-    """One incarnation of a rank."""
+    """One incarnation of a rank, on `home`; None where the job has one node only."""
 
-    def __init__(
-        self, sim: Simulation, rank: int, incarnation: int, generation: int, joiner: bool
-    ) -> None:
-        self.sim = sim
-        self.rank, self.incarnation, self.joiner = rank, incarnation, joiner
-        self.identity = rank, incarnation
-        self.generation = generation
-        self.shard = sim.schedule.shard(rank)
+    def __init__(self, sim: Simulation, order: Spawn, home: SimNode | None) -> None:
+        self.sim, self.home = sim, home
+        self.rank, self.incarnation, self.joiner = order.rank, order.incarnation, order.joiner
+        self.identity = order.rank, order.incarnation
+        self.generation = order.generation
+        self.shard = sim.schedule.shard(order.rank)
         self.alive = True
         self.dying = False  # the coordinator has asked for its death
         self.will_hang = self.hung = False
+        self.stuck = False  # nothing ends it
         self.silent = False  # a message from or to it was lost
         self.place = Place.SET_UP
-        self.has_state = not joiner
+        self.has_state = not order.joiner
         self.train = SimTrainer(self)
         self.bad_receipt = False
         self.heard_s = self.said_s = 0.0  # when the newest message of each direction arrives
@@ -93,6 +94,11 @@ class SimWorker:
     def stalled(self) -> bool:
         """It lives and stands still."""
         return self.alive and self.hung
+
+    @property
+    def in_reach(self) -> bool:
+        """The coordinator can act on it."""
+        return self.home is None or self.home.up
 
     def deaf(self, awaited: bool) -> bool:
         """Whether it hangs: it was to, and now a message has come whose answer is `awaited`."""

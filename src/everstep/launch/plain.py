@@ -21,9 +21,9 @@ from pathlib import Path
 from everstep.agent import processes
 from everstep.agent.ending import end_session
 from everstep.agent.output import Output
-from everstep.agent.workers import free_port, torchrun_environment
+from everstep.agent.workers import Place, free_port, torchrun_environment
 from everstep.errors import UserError
-from everstep.launch.local import JobResult, View, ending_by_signals
+from everstep.launch.local import LOOPBACK, JobResult, View, ending_by_signals
 from everstep.settings import RunSettings
 from everstep.wire.messages import ScriptSpec
 
@@ -74,10 +74,11 @@ class _PlainJob:
     async def run(self, environ: Mapping[str, str]) -> tuple[int, str]:
         """Start all ranks and wait for the last or for the first failure: exit code and text."""
         self._loop.set_exception_handler(self._on_loop_exception)
-        world_size = self._settings.nproc_per_node
+        nproc_per_node, world_size = self._settings.nproc_per_node, self._settings.world_size
         port = self._settings.master_port or free_port()
         for rank in range(world_size):
-            environment = {**environ, **torchrun_environment(rank, world_size, port)}
+            place = Place(rank=rank, nproc_per_node=nproc_per_node, world_size=world_size)
+            environment = {**environ, **torchrun_environment(place, LOOPBACK, port)}
             environment |= {"EVERSTEP": "off", "EVERSTEP_RUN_ID": self._settings.run_id}
             environment["EVERSTEP_DEVICE"] = self._settings.device
             environment.setdefault("OMP_NUM_THREADS", "1")

@@ -21,13 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from everstep.chaos import where
+from everstep.chaos import NO_FAILURE, OF_NODES, SILENT, where
 from everstep.core.goodput import Ledger, fold
 from everstep.errors import UserError
 from everstep.launch import evidence, preflight
 from everstep.launch.evidence import Evidence, EvidenceError
 from everstep.observe.journal import read_journal
-from everstep.observe.narrate import Narrator, cause_in_words, counted
+from everstep.observe.narrate import (
+    Narrator,
+    cause_in_words,
+    counted,
+    failure_of,
+    size_in_words,
+)
 from everstep.observe.pace import Pace
 from everstep.observe.report import show_incidents, stopped_by
 from everstep.observe.screen import Screen
@@ -47,6 +53,9 @@ _FAULTS_TOLD = 8
 _PROGRESS_EVERY_S = 5.0
 _DRAW_EVERY_S = 0.1
 _HASH_SEED = "PYTHONHASHSEED"
+_PAGE = "docs/howto/prove-a-script.md"
+_AFTER_COMMIT = ("between", "section")  # places at which the fault's own step is committed
+_LIVES = (*NO_FAILURE, *SILENT, *OF_NODES, "raise")  # kinds that do not end the rank's process
 _SILENT = (
     "train_step returned nothing and logged nothing, so only the samples of each step and the "
     "state at the end were compared; return the loss, and every step is"
@@ -109,16 +118,18 @@ def prove(
     for job in jobs:
         preflight.check(job)
     _check_json_path(json_path)
+    for fault in faults:
+        _refuse_hopeless(fault, settings)
     run_job = run_job or _backend()
     screen = Screen(out, settings.color)
-    ranks = counted(settings.nproc_per_node, "rank")
-    screen.say(f"everstep prove: {settings.script.target} on {ranks}, {len(jobs)} runs", "bold")
+    size = size_in_words(settings)
+    screen.say(f"everstep prove: {settings.script.target} on {size}, {len(jobs)} runs", "bold")
     outcomes: list[Outcome] = []
     with _one_hash_seed():
         for number, (job, what) in enumerate(zip(jobs, _titles(faults), strict=True), start=1):
             screen.say(f"[{number}/{len(jobs)}] {what}")
             outcomes.append(_run(job, run_job, screen, live=not settings.quiet))
-            verdict = judge(outcomes, faults, settings.nproc_per_node)
+            verdict = judge(outcomes, faults, settings.world_size)
             if verdict.problems:
                 break  # the runs that are left could not make it a proof
     if json_path is not None:
@@ -136,6 +147,8 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[ChaosSpec], ranks: int) 
     equal = False
     last = outcomes[-1]
     evidences: list[Evidence] = []
+    if last.exit_code == 0 and len(outcomes) < len(RUNS):
+        problems += unclean(RUNS[len(outcomes) - 1], last.ledger)
     if last.exit_code != 0:
         run, by = f"the {RUNS[len(outcomes) - 1]} run", stopped_by(last.ledger)
         failed = f"{run} failed with exit code {last.exit_code}: {last.text}"
@@ -150,18 +163,21 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[ChaosSpec], ranks: int) 
         own = evidence.first_difference(evidences[0], evidences[1])
         if own is not None:
             problems.append(
-                f"the script differs from itself between two clean runs. First difference: {own}"
+                f"the script differs from itself between two clean runs. First difference: {own}. "
+                f"What it may come from is in {_PAGE}"
             )
     if len(evidences) == len(RUNS):
         found = evidence.first_difference(evidences[0], evidences[2])
         equal = found is None
         if found is not None:
             problems.append(
-                f"the faulted run differs from the clean one. First difference: {found}"
+                f"the faulted run differs from the clean one. First difference: {found}. "
+                f"What it may come from is in {_PAGE}"
             )
     faulted = outcomes[2] if len(outcomes) == len(RUNS) else None
     if faulted is not None:
-        problems += unfired(faulted.records, faults) + unsurvived(faulted.ledger)
+        problems += unfired(faulted.records, faults, faulted.ledger.steps)
+        problems += unsurvived(faulted.ledger)
     walls = [outcome.ledger.wall_s for outcome in outcomes[:2]]
     return Verdict(
         equal=equal,
@@ -176,14 +192,39 @@ def judge(outcomes: Sequence[Outcome], faults: Sequence[ChaosSpec], ranks: int) 
     )
 
 
-def unfired(records: Sequence[Mapping[str, Any]], faults: Sequence[ChaosSpec]) -> list[str]:
-    """A sentence for each fault that the journal does not show to have fired."""
+def unfired(
+    records: Sequence[Mapping[str, Any]], faults: Sequence[ChaosSpec], steps: int
+) -> list[str]:
+    """Sentences for the faults that the journal does not show to have fired: one for each, and one
+    for all that are for steps after the last, `steps`."""
     fired = {record["index"] for record in records if record.get("event") == "fault_fired"}
-    return [
+    left = [fault for fault in faults if fault.index not in fired]
+    late = [fault for fault in left if fault.step > steps]
+    sentences = [
         f"the fault {fault.text} was never injected: rank {fault.rank} did not come to "
         f"{where(fault)}"
-        for fault in faults
-        if fault.index not in fired
+        for fault in left
+        if fault not in late
+    ]
+    if late:
+        verb = "was" if len(late) == 1 else "were"
+        sentences.append(
+            f"{counted(len(late), 'fault')} {verb} never injected, since the run has only "
+            f"{counted(steps, 'step')}: {_some(late)}"
+        )
+    return sentences
+
+
+def unclean(run: str, ledger: Ledger) -> list[str]:
+    """A sentence, if a clean run had incidents: it would be compared with what has been repaired
+    itself."""
+    if not ledger.incidents:
+        return []
+    first = ledger.incidents[0]
+    return [
+        f"the {run} run had {counted(len(ledger.incidents), 'incident')}, and none on purpose, so "
+        "there is nothing to compare with; the first: "
+        f"{failure_of(first.rank, first.step, first.cause)}"
     ]
 
 
@@ -235,7 +276,7 @@ class ProofView:
             self._screen.say(f"      {line}", "yellow")
         if record.get("event") == "step" and now_s - self._said_at_s >= self._every_s:
             self._said_at_s = now_s
-            step = f"step {self._narrator.step}"
+            step = f"at step {self._narrator.step}"
             if self._live:
                 self._screen.live("      " + " | ".join([step, *self._pace.rate()]))
             else:
@@ -282,14 +323,42 @@ def _plan(settings: RunSettings, faults: Sequence[ChaosSpec]) -> tuple[RunSettin
 
 
 def _titles(faults: Sequence[ChaosSpec]) -> tuple[str, ...]:
-    texts = ", ".join(fault.text for fault in faults[:_FAULTS_TOLD])
-    if len(faults) > _FAULTS_TOLD:
-        texts += f" and {len(faults) - _FAULTS_TOLD} more"
     return (
         "a clean run",
         "a clean run again, to see that the script is equal to itself",
-        f"a run with {counted(len(faults), 'fault')}: {texts}",
+        f"a run with {counted(len(faults), 'fault')}: {_some(faults)}",
     )
+
+
+def _some(faults: Sequence[ChaosSpec]) -> str:
+    """Their texts; of many the first, and how many more there are."""
+    texts = ", ".join(fault.text for fault in faults[:_FAULTS_TOLD])
+    more = len(faults) - _FAULTS_TOLD
+    return f"{texts} and {more} more" if more > 0 else texts
+
+
+def _refuse_hopeless(fault: ChaosSpec, settings: RunSettings) -> None:
+    """Raise UserError for a fault after which nobody can be left who holds the state. Before the
+    first commit there is none to hold."""
+    committed = fault.step > 1 or fault.at in _AFTER_COMMIT
+    if fault.kind == "node" and settings.slots == 1 and committed:
+        raise UserError(
+            f"the fault {fault.text!r} is refused: no node is left that holds the state, since the "
+            "job has only one; give it two or more (--local-nodes 2)"
+        )
+    if settings.world_size > 1:
+        return
+    if fault.kind in SILENT:
+        raise UserError(
+            f"the fault {fault.text!r} is refused: nobody waits for the only rank, so nobody would "
+            "notice; give the job two ranks or more (--nproc-per-node 2)"
+        )
+    if fault.kind not in _LIVES and committed and settings.copies == "off":
+        raise UserError(
+            f"the fault {fault.text!r} is refused: no rank is left that holds the state; give the "
+            "job two ranks or more (--nproc-per-node 2), or have the state copied in each step "
+            "(--copies sync)"
+        )
 
 
 def _check_json_path(path: Path | None) -> None:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from everstep.observe.narrate import Narrator, counted
+from everstep.observe.narrate import Narrator, counted, size_in_words
 from everstep.observe.pace import Pace
 from everstep.observe.report import report_run
 from everstep.observe.screen import Screen, same_terminal
@@ -40,7 +40,7 @@ class ConsoleView:
         out, err = stdout or sys.stdout, stderr or sys.stderr
         self._quiet = settings.quiet
         self._run = (
-            f"run {settings.run_id} on {counted(settings.nproc_per_node, 'rank')}, "
+            f"run {settings.run_id} on {size_in_words(settings)}, "
             f"kept in {Path(settings.log_dir) / settings.run_id}"
         )
         self._folder = Folder()
@@ -105,6 +105,8 @@ class ConsoleView:
             parts += [*self._pace.rate(), *self._pace.goodput()]
         if step or self._narrator.incidents:
             parts.append(counted(self._narrator.incidents, "incident"))
+        if self._narrator.spares is not None:
+            parts.append(counted(self._narrator.spares, "spare"))
         self._screen.live("everstep: " + " | ".join(parts), now=now)
 
 

@@ -25,12 +25,14 @@ from everstep.observe.journal import read_journal
 from everstep.observe.narrate import cause_in_words, counted, failure_of, source_in_words
 from everstep.observe.screen import Screen
 from everstep.observe.tracebacks import cleaned
-from everstep.types import Cause, Stage
+from everstep.types import Cause, CauseKind, Stage
 
 JOURNAL_FILE = "journal.jsonl"
 LOGS = "logs"
 _STAGES = (Stage.DETECT, Stage.STOP, Stage.START, Stage.REGROUP, Stage.STATE, Stage.FIRST_STEP)
 _INDENT = (0, 0, 0, 2)
+_BRIEF = 50  # characters of a cause: beside all other columns they fit a terminal of 140
+_CLAUSE = re.compile(r", (?:and|where) ")
 _ALREADY_SAID = re.compile(r"(?:\. First cause, rank \d+ in step \d+)?:\s*$")
 
 
@@ -56,6 +58,9 @@ def summarize(records: Sequence[Mapping[str, Any]], journal: Path, screen: Scree
     ranks = counted(ledger.world_size, "rank")
     screen.say(f"  steps      {ledger.steps} committed on {ranks} in {ledger.wall_s:.2f} s")
     screen.say(f"  incidents  {_incidents(ledger)}")
+    pool = _pool(records)
+    if pool:
+        screen.say(f"  nodes      {pool}")
     never = unfired(records)
     if never and ledger.exit_code is not None:
         screen.say(f"  faults     never fired: {'; '.join(never)}")
@@ -69,7 +74,8 @@ def summarize(records: Sequence[Mapping[str, Any]], journal: Path, screen: Scree
 
 def show_incidents(ledger: Ledger, screen: Screen) -> None:
     """A table with a line for each incident: what, which rung, and where the time went; empty lines
-    around it. On a narrow terminal the times are a table of their own."""
+    around it. On a narrow terminal the times are a table of their own. Causes that are too long for
+    their column are told in full below."""
     screen.put("")
     screen.say("  incidents, times in ms:")
     parts = [[*_WHERE, *_WHAT, *_TIMES]]
@@ -77,6 +83,11 @@ def show_incidents(ledger: Ledger, screen: Screen) -> None:
         parts = [[*_WHERE, *_WHAT, _TIMES[-1]], [*_WHERE, *_TIMES]]
     for columns in parts:
         screen.draw(_table(ledger, columns, screen.terminal))
+        screen.put("")
+    cut = [one for one in ledger.incidents if _brief(_told(one)) != _told(one)]
+    for incident in cut:
+        screen.say(f"  {failure_of(incident.rank, incident.step, incident.cause)}")
+    if cut:
         screen.put("")
 
 
@@ -110,6 +121,25 @@ class _Column:
     number: bool = False
 
 
+def _told(incident: IncidentEntry) -> str:
+    """The fault on purpose, or the cause, less rank and step, which have columns of their own."""
+    if incident.fault:
+        return incident.fault
+    text = cause_in_words(incident.cause)
+    if incident.cause.kind is CauseKind.EXCEPTION:  # the script's own words
+        return text
+    text = re.sub(rf" in step {incident.step}\b", "", text)
+    return text.removeprefix(f"rank {incident.rank} ").removeprefix("was ")
+
+
+def _brief(text: str) -> str:
+    """What fits the column: the first clause, or its beginning."""
+    if len(text) <= _BRIEF:
+        return text
+    clause = _CLAUSE.split(text, maxsplit=1)[0]
+    return (clause if len(clause) <= _BRIEF else clause[:_BRIEF].rstrip()) + "..."
+
+
 def _time(stage: Stage) -> _Column:
     def cell(incident: IncidentEntry) -> str:
         return f"{1000 * incident.stages.get(stage, 0.0):.0f}"
@@ -122,7 +152,7 @@ _WHERE = (
     _Column("rank", lambda incident: str(incident.rank), number=True),
 )
 _WHAT = (
-    _Column("cause", lambda incident: incident.fault or cause_in_words(incident.cause)),
+    _Column("cause", lambda incident: _brief(_told(incident))),
     _Column("rung", lambda incident: (incident.closed and incident.rung) or "(open)"),
     _Column("state from", lambda incident: incident.state_from or ""),
 )
@@ -195,6 +225,19 @@ def _incidents(ledger: Ledger) -> str:
     sources = sorted({source_in_words(str(one.state_from)) for one in closed}, key=len)
     origin = f"; state from {_listed(sources)}" if sources else ""
     return f"{len(ledger.incidents)} ({by_rung}), {_lost(ledger)}{origin}"
+
+
+def _pool(records: Sequence[Mapping[str, Any]]) -> str:
+    """What became of the job's nodes; "" where it had none of its own."""
+    gathered = [record for record in records if record.get("event") == "gathered"]
+    if not gathered:
+        return ""
+    joined = sum(record.get("event") == "node_joined" for record in records)
+    lost = [record for record in records if record.get("event") == "node_lost"]
+    replaced = [record for record in records if record.get("event") == "node_replaced"]
+    parts = [f"{len(gathered[0]['nodes'])} needed, {joined} joined, {len(lost)} lost"]
+    parts += [f"node {one['lost']} replaced by node {one['node']}" for one in replaced]
+    return "; ".join(parts)
 
 
 def _lost(ledger: Ledger) -> str:

@@ -35,12 +35,26 @@ class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One fault on purpose: in step `step` (1 is the first) of `rank`, at `at`, do `kind`. `index`
     names it in the job; `text` is the specification as the user wrote it, or could have written it;
     `code` is the exit code for kind `exit`, `factor` how many times as long the step takes for kind
-    `slow`. `step` is 0 for the place `setup`, which comes before all steps."""
+    `slow`. `step` is 0 for the place `setup`, which comes before all steps. Kinds `node` and
+    `agent` end the rank's node, or its agent: the rank stands still, and the coordinator does
+    it."""
 
     index: int
     text: str
     kind: Literal[
-        "kill", "term", "segv", "abort", "raise", "exit", "stop", "hang", "oom", "slow", "corrupt"
+        "kill",
+        "term",
+        "segv",
+        "abort",
+        "raise",
+        "exit",
+        "stop",
+        "hang",
+        "oom",
+        "slow",
+        "corrupt",
+        "node",
+        "agent",
     ]
     rank: int
     step: int
@@ -82,7 +96,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     `everstep prove`). `stacks_path`: the file to which it writes its stacks when a signal asks for
     them; empty: it doesn't. `tape`: for a joiner, what its rank was told. `collective_timeout_s`,
     `build_timeout_s`: of the inner groups. `faults`: those still to fire on this rank. `device`:
-    the setting."""
+    the setting. `host`: the address at which its communicators listen. `local_world_size`: ranks on
+    its node."""
 
     run_id: str
     rank: int
@@ -103,6 +118,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     stacks_path: str = ""
     tape: tuple[Told, ...] = ()
     device: str = "cpu"
+    host: str = "127.0.0.1"
+    local_world_size: int = 1
 
 
 class Load(Message):
@@ -198,7 +215,35 @@ class Addresses(Message):
 
 
 class Go(Message):
-    """`protect` may return."""
+    """`protect` may return. `copies`: some shard of the job has no natural replica, and steps wait
+    until such shards are copied; `copy`: this rank's is one of them."""
+
+    copies: bool = False
+    copy: bool = False
+
+
+class Shelf(Message):
+    """Where the copy may be written, or why not. `turn`: of the request that is answered."""
+
+    turn: int
+    path: str = ""
+    refusal: str = ""
+
+
+class Kept(Message):
+    """The copy is as safe as was asked for. `turn`: of the request that is answered."""
+
+    turn: int
+
+
+class Recalled(Message):
+    """Where the rank's copy lies on this node, and its manifest; or why there is none. `turn`: of
+    the request that is answered."""
+
+    turn: int
+    path: str = ""
+    manifest: bytes = b""
+    refusal: str = ""
 
 
 class Closed(Message):
@@ -209,7 +254,7 @@ class Bye(Message):
     """The process may exit."""
 
 
-ToWorker = Stop | Position | Regroup | Addresses | Go | Closed | Bye
+ToWorker = Stop | Position | Regroup | Addresses | Go | Shelf | Kept | Recalled | Closed | Bye
 
 # ---------------------------------------------------------------- worker -> agent
 
@@ -236,11 +281,13 @@ class Capsule(Message):
     """What belongs to this rank alone after step `step`, should the step commit anywhere. Sent
     before this rank's last contribution to the step, so no peer can commit the step before the
     capsule is with the agent. `section`: it is of this section after the step, likewise; "" for
-    the step itself."""
+    the step itself. `turn`: if not 0, the rank makes no contribution before it is answered with
+    `Kept`: its node may be lost as a whole."""
 
     step: int
     payload: bytes
     section: str = ""
+    turn: int = 0
 
 
 class Commit(Message):
@@ -309,6 +356,31 @@ class Receipt(Message):
     sources: tuple[int, ...] = ()
     digest: str = ""
     held: dict[int, str] = {}
+
+
+class Shelve(Message):
+    """The rank is about to copy its state of `step`: `nbytes` of shared memory are wanted. `turn`:
+    rises with each request, so that the answer to one that was stopped is not taken for another's.
+    """
+
+    turn: int
+    step: int
+    nbytes: int
+
+
+class Shelved(Message):
+    """The copy of `step` is written. `manifest`: as snapshot.py has it. `turn`: see `Shelve`."""
+
+    turn: int
+    step: int
+    manifest: bytes
+
+
+class Recall(Message):
+    """The rank takes its state from its copy of `step`. `turn`: see `Shelve`."""
+
+    turn: int
+    step: int
 
 
 class Close(Message):
@@ -380,6 +452,9 @@ FromWorker = (
     | Address
     | Built
     | Receipt
+    | Shelve
+    | Shelved
+    | Recall
     | Close
     | Finish
     | Fired

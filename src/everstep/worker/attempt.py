@@ -10,6 +10,7 @@ from everstep.worker.entry import Entry, Undo
 
 if TYPE_CHECKING:
     from everstep.worker.capsule import Contents
+    from everstep.worker.copies import CopyUndo
     from everstep.worker.foundinf import Passage
     from everstep.worker.recovery import Outcome
 
@@ -55,14 +56,11 @@ class Attempt:
         """The function was left at a gate, so its update is not whole."""
         self.torn = False
         """Something was changed before the update that can't be put back."""
-        self.undo: Undo | None = None
+        self.undo: Undo | CopyUndo | None = None
         self.fence: str | None = None
         """The fence, once agreed: one of fence.KINDS."""
         self.passage: Passage | None = None
-        """Of an update that the device decides on."""
-        self.updated = 0
-        """Where there is a device: `between.versions` of the state when the last update was
-        launched."""
+        """Of the update that is being launched, where the device decides on it."""
         self.collectives = 0
         """How many collectives came before the last gate."""
         self.outcome: Outcome | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from everstep.errors import UserError
 from everstep.worker.runtime import Worker
-from everstep.worker.state import State, digest_of, version_of
+from everstep.worker.state import State, digest_of
 
 _DIGESTED_STEPS = 2
 
@@ -37,11 +37,12 @@ class Between:
     def changed_since_commit(self, state: State, step: int) -> bool:
         """Before the first update of `step`: whether the step itself has changed a parameter, which
         can't be put back. Raises UserError in the first steps."""
-        if self._begun == versions(state):
+        if self._begun == state.updates_seen():
             return False
         text = (
-            "the step function changes a protected parameter before its update; should it have to "
-            "be done again, that would be done twice. Do it after the update"
+            "the step function changes a protected parameter, or a tensor of an optimizer, before "
+            "its update; should it have to be done again, that would be done twice. Do it after "
+            "the update"
         )
         if step <= _DIGESTED_STEPS:
             raise UserError(text)
@@ -50,7 +51,7 @@ class Between:
 
     def at_attempt(self, state: State) -> None:
         """An attempt is about to run the step function."""
-        self._begun = versions(state)
+        self._begun = state.updates_seen()
 
     def at_begin(self, state: State, step: int) -> None:
         """`step` is about to begin. Raises UserError where the script changed a tensor since the
@@ -69,7 +70,8 @@ class Between:
             if changed:
                 raise UserError(f"{changed[0]} {_CHANGED.format(step=step - 1)}")
         elif self._versions >= 0 and self._versions != versions(state):
-            self._worker.note("changed-between", f"a parameter {_CHANGED.format(step=step - 1)}")
+            what = "a parameter, a buffer or a tensor of an optimizer"
+            self._worker.note("changed-between", f"{what} {_CHANGED.format(step=step - 1)}")
 
     def after_section(self, state: State) -> None:
         """A section is done: what it may have changed, it has."""
@@ -86,8 +88,8 @@ _CHANGED = (
 
 
 def versions(state: State) -> int:
-    """How often the protected parameters were written to, all together."""
-    return sum(version_of(parameter) for parameter in state.parameter_list)
+    """How often protected tensors were written to that a step is not known to change of its own."""
+    return state.updates_seen() + state.constants_seen()
 
 
 def digests(state: State) -> dict[str, str]:

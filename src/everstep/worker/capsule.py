@@ -38,7 +38,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     was logged since the last commit. `fence`: the fence that the job has agreed on, if it has.
     `local`: objects of the rank alone, by name. `streams`: the states of the generators, where they
     are carried. `pattern`: that of the collectives of the step before. `updates`: the most that
-    a step has made."""
+    a step has made. `used`: how many DistributedDataParallel modules have made a pass."""
 
     step: int
     result: bytes | None
@@ -51,6 +51,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     streams: bytes | None = None
     pattern: str = ""
     updates: int = 1
+    used: int = 0
 
 
 def flatten(value: Any) -> list[Any]:

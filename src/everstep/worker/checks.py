@@ -5,11 +5,12 @@ Each check raises UserError, and says what to do instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from everstep.errors import UserError
 
@@ -42,6 +43,29 @@ def refuse_unsupported_module(name: str, module: torch.nn.Module) -> None:
                 f"protect({name}=...): FullyShardedDataParallel (FSDP1) is not supported; use "
                 "torch.distributed.fsdp.fully_shard (FSDP2), which replaces it"
             )
+
+
+def refuse_stateless(name: str, thing: Any) -> NoReturn:
+    """What has no state to keep: say where it belongs."""
+    if isinstance(thing, (DataLoader, Dataset, Sampler)) or isinstance(thing, Iterator):
+        instead = (
+            "the order of the data is no state here, but a function of the step: say "
+            f"data = run.data(dataset, batch_size=...) and protect({name}=data)"
+        )
+    elif isinstance(thing, torch.Tensor):
+        instead = (
+            "put it into a module, as a buffer or as an nn.Parameter with requires_grad=False, "
+            "and protect that"
+        )
+    else:
+        instead = (
+            "protect takes modules, optimizers, lists of them, and objects that have both; plain "
+            "values that steer the script are kept in run.state"
+        )
+    raise UserError(
+        f"protect({name}=...): a {type(thing).__name__} has no state_dict() and "
+        f"load_state_dict(); {instead}"
+    )
 
 
 def refuse_lost_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None:

@@ -17,9 +17,11 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from everstep.core.words import name_ranks
 from everstep.errors import EverstepError, PeerError, UserError
 from everstep.worker.control import Stopped
 from everstep.worker.inner import Inner
@@ -54,7 +56,7 @@ class Builder(threading.Thread):
     def __init__(
         self, group: OuterGroup, generation: int, make: MakeInner, done: Callable[[Builder], None]
     ) -> None:
-        super().__init__(name=f"everstep-build-{group.name}-{generation}", daemon=True)
+        super().__init__(name=f"everstep-build-{group.group_name}-{generation}", daemon=True)
         self.group, self.generation = group, generation
         self.inner: Inner | None = None
         self.error: Exception | None = None
@@ -97,6 +99,7 @@ class Communicators:
         self._unbuilt: list[tuple[int, Inner]] = []
         self.open: dict[int, Guard] = {}
         self.groups: list[OuterGroup] = []
+        self._made: Counter[tuple[int, ...]] = Counter()  # groups of these ranks, destroyed or not
         self.generation = generation
         self.stopped = -1
         self.solo = solo
@@ -281,6 +284,14 @@ class Communicators:
         reaper.start()
 
     # ------------------------------------------------------------ building
+
+    def name_for(self, ranks: tuple[int, ...]) -> str:
+        """The name of a group of `ranks` that is about to be made here. All its members come to the
+        same one, in whichever other groups each of them is, as does a joiner."""
+        with self._lock:
+            self._made[ranks] += 1
+            number = self._made[ranks]
+        return f"of {name_ranks(ranks)}" + (f" ({number})" if number > 1 else "")
 
     def add(self, group: OuterGroup) -> None:
         """Register an outer group that the script just made, and build its inner group unless solo.

@@ -25,6 +25,7 @@ from everstep.wire.channel import BlockingChannel
 EXIT_ORPHAN = 111
 EXIT_DEAF = 113
 M = TypeVar("M")
+A = TypeVar("A", messages.Shelf, messages.Kept, messages.Recalled)
 
 
 class Stopped(Exception):
@@ -49,6 +50,7 @@ class Control:
         self._condition = threading.Condition()
         self._inbox: list[messages.ToWorker] = []
         self._addresses: dict[tuple[int, str], dict[int, bytes]] = {}
+        self._turn = 0
         self.stopped = -1
         self._thread = threading.Thread(target=self._listen, name="everstep-control", daemon=True)
 
@@ -116,6 +118,19 @@ class Control:
                             return message
                 self._wait(deadline, f"no {kind.__name__} from the agent")
 
+    def next_turn(self) -> int:
+        """The number of a request; the answer carries it, so that one to a request that was given
+        up is not taken for another's."""
+        with self._condition:
+            self._turn += 1
+            return self._turn
+
+    def answer(self, kind: type[A], turn: int, timeout_s: float, generation: int) -> A:
+        """The answer to request `turn`. Raises as `take` does."""
+        return self.take(
+            kind, timeout_s, generation=generation, match=lambda answer: answer.turn == turn
+        )
+
     def wait_stop(self, generation: int, timeout_s: float) -> int:
         """Wait until `generation` or a newer one is stopped; returns the newest stopped."""
         deadline = time.monotonic() + timeout_s
@@ -142,7 +157,7 @@ class Control:
             while (generation, group) not in self._addresses:
                 if self.stopped >= generation:
                     raise Stopped(self.stopped)
-                self._wait(deadline, f"the addresses of group {group!r} are not complete")
+                self._wait(deadline, f"the addresses of the group {group} are not complete")
             for key in [key for key in self._addresses if key[0] < generation]:
                 del self._addresses[key]
             return self._addresses.pop((generation, group))

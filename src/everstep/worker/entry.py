@@ -1,10 +1,11 @@
 """What a step found when it began, so that a failed attempt leaves no trace.
 
-At a step's entry this keeps what an attempt may touch before its update: gradients, rank-local
-buffers, param_groups, schedulers, other objects and those of the rank alone. Gradients are copied
-only where the script carries them from step to step; a script that clears them at the start of its
-step (`zero_grad` first) is recognised by what it did with the old ones, and then they are put back
-as none. Parameters and optimizer state are not kept: nothing before the fence changes them."""
+At a step's entry this keeps what an attempt may touch before its update: gradients, training modes,
+rank-local buffers, param_groups, schedulers, other objects and those of the rank alone. Gradients
+are copied only where the script carries them from step to step; a script that clears them at the
+start of its step (`zero_grad` first) is recognised by what it did with the old ones, and then they
+are put back as none. Parameters and optimizer state are not kept: nothing before the fence changes
+them."""
 
 from __future__ import annotations
 
@@ -70,6 +71,7 @@ class Entry:
         self._state = state
         self._steering = state.steering()
         self._trained = [parameter.requires_grad for parameter in state.parameter_list]
+        self._training = state.training()
         self._own = state.own.values()
         self._buffers = {  # all of them, while it is being learned which change
             name: b.detach().clone()
@@ -77,7 +79,7 @@ class Entry:
             if learn_buffers or name in state.changing
         }
         self._learns = learn_buffers
-        self._versions = 0 if learn_buffers else self._buffer_versions()
+        self._versions = 0 if learn_buffers else state.constants_seen()
         self._buffer_digests = self._digests()
         self._gate_digests = self._buffer_digests
         self._gradients: list[_Gradient] = []
@@ -107,7 +109,7 @@ class Entry:
         Returns whether a buffer changed that was not known to; only looked for by its version
         where this entry does not learn, so that the next ones should."""
         if not self._learns:
-            return self._versions != self._buffer_versions()
+            return self._versions != self._state.constants_seen()
         end = self._digests()
         late = {name for name, digest in end.items() if digest != self._gate_digests[name]}
         self._state.late |= late
@@ -118,12 +120,6 @@ class Entry:
             if name not in late and (name in early or name in self._state.changing)
         )
         return False
-
-    def _buffer_versions(self) -> int:
-        if not self._state.has_buffers:
-            return 0
-        known = set(self._state.changing) | self._state.late
-        return sum(b._version for name, b in self._state.buffers() if name not in known)
 
     def _changed_buffers(self) -> list[str]:
         """Buffers of which `put_back` has work."""
@@ -143,7 +139,7 @@ class Entry:
         return any(item.carried() for item in self._gradients)
 
     def put_back(self) -> None:
-        """Make gradients, rank-local buffers, param_groups and objects what they were."""
+        """Make gradients, modes, rank-local buffers, param_groups and objects what they were."""
         kept = [
             item.kept if item.kept is not None else item.untouched() for item in self._gradients
         ]
@@ -160,6 +156,7 @@ class Entry:
             for name in self._changed_buffers():
                 put(buffers[name], self._buffers[name])
         self._state.load_steering(self._steering)
+        self._state.set_training(self._training)
         self._state.own.load(self._own)
 
 

@@ -131,7 +131,7 @@ class Faults:
                 os._exit(spec.code)
             case "raise":
                 raise ChaosError(f"fault on purpose: {spec.text}")
-            case "hang":
+            case "hang" | "node" | "agent":  # of a node: the coordinator ends it, and this with it
                 threading.Event().wait()  # nobody sets it; other threads run on
             case "oom":
                 _run_out_of_memory()

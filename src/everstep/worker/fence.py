@@ -74,7 +74,7 @@ class Fence:
         if state.shard != WHOLE:
             self.want("early")
         stored = [tensor for _, tensor in state.replicas()]
-        values = state.leaves(state.at_commit).digest()
+        values = state.leaves().digest()  # with what the loop's body has made of it since
         own = [self.wish, _number(state.shard.encode()), _number(b"", stored), _number(values)]
         own.append(int(worker.device is not None))
         cells = torch.tensor(own, dtype=torch.int64)

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import xxhash
 
-from everstep.wire import messages
 from everstep.worker import codec
 from everstep.worker.attempt import Attempt
 from everstep.worker.capsule import Contents, ResultReader, encode_result
@@ -117,13 +116,14 @@ class Forecast:
             fence=attempt.fence,
             pattern=self.pattern,
             updates=self.updates,
+            used=self._worker.wrappers.used,
             local=worker.state.own.values(),
             streams=worker.streams(),
         )
 
     def _send(self, contents: Contents) -> None:
         payload = msgspec.msgpack.encode(contents)
-        self._worker.control.send(messages.Capsule(step=contents.step, payload=payload))
+        self._worker.hand_over(contents.step, payload)
 
     # ------------------------------------------------------------ after the step
 

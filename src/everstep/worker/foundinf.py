@@ -13,18 +13,18 @@ own collectives had ended, for the host marks the generation before it aborts an
 fence holds the sum of some ranks at most. So the sum is the world's size only if all ranks came
 here clean, and then every one of them can make the step.
 
-The host learns the verdict from the copy, at the end of the step function: by then the update is
-queued, so the device has work while the host waits. It keeps the gradients until then, for a rank
-that was not let through may have to make the update after all, when a peer was (`redo`).
+The host learns the verdict from the copy, behind the launch: so the device has the update to do
+while the host goes on. What was left out by mistake, since a peer was let through, is made then
+(`redo`); nothing of the script's has run in between, so it is the same update.
 
-An update that is left out must leave no trace, so an optimizer's first update, which makes its
-state, goes by the host's gate; so do all optimizers that know no `found_inf`.
+An update that is left out must leave no trace. So the first one of an optimizer, which makes its
+state, goes by the host's gate; so do optimizers that know no `found_inf`, that are not torch's own,
+or that have hooks: those would run on an update that was not.
 
 Does not know: attempts, recovery, which fence was agreed."""
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 
-from everstep.worker import codec
 from everstep.worker.communicators import Communicators, QuiesceTimeout
 from everstep.worker.guard import Guard
 from everstep.worker.streams import Device, StreamGuard
@@ -118,18 +117,7 @@ class Passage(Verdict):
     ) -> None:
         super().__init__(device, communicators, own, whole)
         self._optimizer = optimizer
-        self._scale = getattr(optimizer, "grad_scale", None)
         self._theirs = getattr(optimizer, "found_inf", None)  # GradScaler's
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor, int]] = [
-            (parameter, parameter.grad, parameter.grad._version)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        self._values = [
-            {key: codec.copy(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
         self._found = torch.zeros((), dtype=torch.float32, device=device.accelerator.device)
         self._attached = False
 
@@ -161,35 +149,10 @@ class Passage(Verdict):
         self.updated()
         return super().confirm(quiesce_timeout_s)
 
-    def can_redo(self) -> bool:
-        """Whether the gradients are still what they were."""
-        return all(gradient._version == version for _, gradient, version in self._gradients)
-
     def redo(self) -> None:
-        """Make the update that the device left out, with the gradients and the hyper-parameters of
-        then. The optimizer and `grad` are as before afterwards."""
-        assert self.can_redo(), "the gradients were changed after the update"
-        optimizer = self._optimizer
-        groups = optimizer.param_groups
-        now = [dict(group) for group in groups]
-        grads = [(parameter, parameter.grad) for parameter, _, _ in self._gradients]
-        for parameter, gradient, _ in self._gradients:
-            parameter.grad = gradient
-        for group, values in zip(groups, self._values, strict=True):
-            group.update(values)
-        given = {"grad_scale": self._scale, "found_inf": self._theirs}
-        given = {name: value for name, value in given.items() if value is not None}
-        for name, value in given.items():
-            setattr(optimizer, name, value)
-        try:
-            optimizer.step()
-        finally:
-            for name in given:
-                delattr(optimizer, name)
-            for group, values in zip(groups, now, strict=True):
-                group.update(values)
-            for parameter, grad in grads:
-                parameter.grad = grad
+        """Make the update that the device left out. In the post-hook: gradients, hyper-parameters
+        and what GradScaler gave are still there."""
+        self._optimizer.step()
 
 
 class DeviceGate:
@@ -215,11 +178,16 @@ class DeviceGate:
         known = self._known.get(optimizer)
         if known is None:
             known = self._known[optimizer] = _reads_found_inf(optimizer)
-        return known and all(
-            _has_state(optimizer, group, parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return (
+            known
+            and not hooks
+            and all(
+                _has_state(optimizer, group, parameter)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            )
         )
 
     def open(self, optimizer: torch.optim.Optimizer, *, fence: bool) -> Passage:
@@ -262,10 +230,10 @@ def _line_up(work: Any) -> None:
 
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """By GradScaler's own contract with optimizers. Those that want the scaler itself are of
-    before it."""
+    before it; one of a class that is not torch's may do more than its update."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+    if not type(optimizer).__module__.startswith("torch.optim."):
         return False
     return all(group.get("fused") for group in optimizer.param_groups)
 

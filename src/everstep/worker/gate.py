@@ -10,9 +10,8 @@ A rank whose fence fails with all its own collectives whole waits here for the d
 the step by itself if any peer has, or leaves the function.
 
 On a device the update need not wait for the host where the optimizer can leave it out by itself
-(foundinf.py): then all of this is decided when the function is over (`confirm`). That is done once
-a step has shown that nothing protected is changed after its update, and that what it returns is
-known before: so an update that was left out can be made after all, or forgotten.
+(foundinf.py): it is launched at once, and all of this is decided behind it, before the script's
+next line. So the device has work meanwhile, and nothing is ever made of an update that was not.
 
 Does not know: what is done before and after an attempt (transaction.py).
 """
@@ -30,12 +29,12 @@ from torch.optim.optimizer import (
 from everstep.errors import UserError
 from everstep.types import Decision
 from everstep.worker.attempt import Attempt, Unwind
-from everstep.worker.between import Between, versions
+from everstep.worker.between import Between
 from everstep.worker.communicators import Answer
 from everstep.worker.entry import Undo
 from everstep.worker.fence import FENCES, Fence
 from everstep.worker.forecast import Forecast
-from everstep.worker.foundinf import DeviceGate
+from everstep.worker.foundinf import DeviceGate, Passage
 from everstep.worker.progress import Phase
 from everstep.worker.recovery import Recovery
 from everstep.worker.runtime import Worker
@@ -60,7 +59,6 @@ class Gate:
         self._updates = 1  # in a step, as learned
         self._expected = 1  # the same, as a predecessor has learned
         self._tail = False  # whether collectives follow the last update, as learned
-        self._quiet = False  # whether the update is the last thing done to the state, as learned
         self._devices: DeviceGate | None = None
         self.attempt: Attempt | None = None
         """The attempt, or rehearsal, that is under way."""
@@ -76,7 +74,6 @@ class Gate:
     def learn(self, attempt: Attempt) -> None:
         """What a whole attempt, or a rehearsal, shows of those to come."""
         self._tail = len(self._worker.communicators.trace) > attempt.collectives
-        self._quiet = self._is_quiet(attempt) and not self._tail
         if attempt.step <= 1:  # the first step, or a rehearsal
             self._updates = max(self._expected, attempt.updates)
         elif attempt.updates > self._updates:
@@ -87,11 +84,6 @@ class Gate:
                 "from now on a copy of the state is taken in each step, so that they can be undone",
             )
         self._forecast.updates = self._updates
-
-    def _is_quiet(self, attempt: Attempt) -> bool:
-        state = self._state
-        alone = attempt.updates == self._updates == 1 and not attempt.rehearsal
-        return alone and not state.late and versions(state) == attempt.updated
 
     def expect(self, updates: int) -> None:
         """A predecessor of this rank has seen a step make so many."""
@@ -123,7 +115,8 @@ class Gate:
             return
         last = attempt.updates >= self._updates and attempt.fence != "late"
         if not last and attempt.undo is None and attempt.step > 1:
-            attempt.undo = Undo(self._state)
+            kept = self._worker.copies.undo(self._state, attempt.step - 1)
+            attempt.undo = kept or Undo(self._state)
         self.meet(attempt, last=last, optimizer=optimizer)
         self._worker.phase(Phase.UPDATE)
         self._worker.faults.fire("optimizer")
@@ -143,9 +136,7 @@ class Gate:
         attempt.inside = None
         attempt.give_back()
         if attempt.passage is not None:
-            attempt.passage.updated()
-        if self._worker.device is not None:
-            attempt.updated = versions(self._state)
+            self._confirm(attempt, attempt.passage)
         if communicates:
             self._want_late(attempt)
         if attempt.passed:
@@ -177,8 +168,9 @@ class Gate:
             self._forecast.at_gate(attempt)
         worker.faults.fire("fence")
         if by_device:
-            if not broken and self._leave_to_device(attempt, optimizer):
-                self._seal(attempt, last=True)
+            if not broken and not attempt.torn and not communicators.poisoned:
+                fence = attempt.fence == "device"
+                attempt.passage = self._device_gate().open(optimizer, fence=fence)
                 return
             communicators.drain()
             broken = communicators.touched
@@ -189,16 +181,26 @@ class Gate:
         if broken or (failed and not (last and self._may_advance(attempt))):
             raise Unwind
         if failed:
+            self._await_decision(attempt, can_advance=True)
+        self._seal(attempt, last=last)
+
+    def _await_decision(self, attempt: Attempt, *, can_advance: bool) -> None:
+        """The fence has failed, or the rank was stopped behind its last collective. Return if the
+        rank is to make the step by itself; else leave the function."""
+        communicators = self._worker.communicators
+        # Nothing undoes the update that was made before this one, by a gate that took it for the
+        # last; so this one is made as well, and all that came so far do likewise.
+        gone_too_far = attempt.passed and attempt.undo is None
+        if not gone_too_far:
             outcome = self._recovery.run(
                 torn=attempt.torn,
-                can_advance=not attempt.torn,
+                can_advance=can_advance and not attempt.torn,
                 settle=lambda: self._put_back(attempt),
             )
             if outcome.decision is not Decision.ADVANCE:
                 attempt.outcome = outcome
                 raise Unwind
-            communicators.cut_off = True  # peers have made the step: nobody meets this rank in it
-        self._seal(attempt, last=last)
+        communicators.cut_off = True  # peers have made the step: nobody meets this rank in it
 
     def _seal(self, attempt: Attempt, *, last: bool) -> None:
         communicators = self._worker.communicators
@@ -226,60 +228,45 @@ class Gate:
 
     def _enter(self, attempt: Attempt) -> bool:
         """The fence. False: some rank did not come there whole, and the stop is on its way."""
+        if self._worker.copies.on and not self._keep_copy(attempt):
+            return False
         if attempt.fence != "device":
             self._fence.enter()
             return True
         verdict = self._device_gate().ask()
         return verdict.confirm(self._worker.spec.quiesce_timeout_s)
 
+    def _keep_copy(self, attempt: Attempt) -> bool:
+        """What the step has made is copied before anybody can commit it. False: stopped."""
+        worker = self._worker
+        return worker.copies.keep(
+            self._state,
+            attempt.step,
+            worker.communicators.generation,
+            gradients=self._recovery.gradients,
+        )
+
     def _can_leave_to_device(self, attempt: Attempt, optimizer: Any) -> bool:
         return (
             self._worker.device is not None
             and optimizer is not None
-            and self._quiet
             and attempt.updates == 1
             and attempt.fence in ("none", "device")
             and not self._worker.communicators.touched
             and self._device_gate().takes(optimizer)
         )
 
-    def _leave_to_device(self, attempt: Attempt, optimizer: Any) -> bool:
-        """Launch what decides whether the update happens. False, if the host has to decide."""
-        captured = attempt.captured
-        foreseen = captured is not None and captured.result is not None
-        if self._worker.communicators.poisoned or attempt.torn or not foreseen:
-            return False
-        fence = attempt.fence == "device"
-        attempt.passage = self._device_gate().open(optimizer, fence=fence)
-        return True
-
-    def confirm(self, attempt: Attempt, *, whole: bool) -> None:
-        """The function is over; `whole`: it has returned. Where the device decides on the update,
-        wait for that. One that was left out though peers made theirs is made now; else the attempt
-        has not passed the gate, and `outcome` is set if a recovery has been made already."""
-        passage = attempt.passage
-        if passage is None:
-            return
-        communicators = self._worker.communicators
-        quiet = len(communicators.trace) == attempt.collectives
-        if passage.confirm(self._worker.spec.quiesce_timeout_s):
-            communicators.touched &= not quiet  # the host's own view of what came before the gate
-            return
-        attempt.passed = False
-        attempt.torn |= versions(self._state) != attempt.updated or attempt.entry.lost()
-        if not whole:
-            return
-        outcome = self._recovery.run(
-            torn=attempt.torn,
-            can_advance=passage.came_whole and passage.can_redo() and not attempt.torn,
-            settle=lambda: self._put_back(attempt),
-        )
-        if outcome.decision is Decision.ADVANCE:
-            passage.redo()
-            communicators.touched = False
-            attempt.passed = True
-        else:
-            attempt.outcome = outcome
+    def _confirm(self, attempt: Attempt, passage: Passage) -> None:
+        """The update is launched: wait until it is known whether the device lets it through. One
+        that it left out is made now if peers have made theirs; else leave the function."""
+        attempt.passage = None
+        if not passage.confirm(self._worker.spec.quiesce_timeout_s):
+            can_advance = passage.came_whole and self._may_advance(attempt)
+            self._await_decision(attempt, can_advance=can_advance)
+            attempt.inside, attempt.updating = len(self._worker.communicators.trace), None
+            passage.redo()  # by `inside`, its hooks are none of ours
+            attempt.inside = None
+        self._seal(attempt, last=True)
 
     def _check_met(self, attempt: Attempt) -> None:
         """Raise UserError for a step in which the ranks do not meet."""
@@ -287,7 +274,8 @@ class Gate:
         if not met and not attempt.calls_back and self._worker.spec.world_size > 1:
             raise UserError(
                 f"step {attempt.step} made no collective, so ranks could drift apart and could not "
-                "be brought back together; accumulate micro-batches inside one step function"
+                "be brought back together; wrap the model (DDP, FSDP2), leave `no_sync` for the "
+                "last micro-batch of a step, or call run.mean in it"
             )
 
     def _may_advance(self, attempt: Attempt) -> bool:

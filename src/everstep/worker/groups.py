@@ -12,16 +12,18 @@ Does not know: what an inner group is made of, when to poison or to regroup (com
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, Work
+from torch.distributed import distributed_c10d
 
 from everstep.errors import PeerError, UserError
 from everstep.worker import solo
 from everstep.worker.communicators import Answer, Communicators, tensors_of, without_frames
-from everstep.worker.guard import Done, Filler, Guard, Several, broken, fill, keeps
+from everstep.worker.guard import MESSAGES, Done, Filler, Guard, Several, broken, fill, keeps
 from everstep.worker.streams import StreamGuard, StreamWork
 
 BACKEND = "everstep"
@@ -44,15 +46,19 @@ class OuterGroup(dist.ProcessGroup):
         self.row = 0  # in the progress file
         self.abandoned = False  # some of its ranks have destroyed it
         self._communicators = communicators
-        self._rank, self._size, self.name_ = rank, size, name
+        self._rank, self._size = rank, size
+        self._c10d_name = name
+        self._name = communicators.name_for(ranks)
         # Whom a receive from anybody names when it was poisoned: never itself.
         self._other = (rank + 1) % size
         communicators.add(self)
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The group's name, the same on all its members."""
-        return self.name_
+        """By which its members find each other: their ranks, and how many groups of just these
+        came before. c10d's own name won't do: two groups that do not meet may share one, and a
+        split's is counted anew on each rank."""
+        return self._name
 
     def _run(
         self,
@@ -73,17 +79,17 @@ class OuterGroup(dist.ProcessGroup):
             row = 0 if left else self.row  # peers do not enter it
             communicators.progress.entered(row, operation, elements)
         tape = communicators.tape
+        keep = operation == "broadcast"
+        root = keep and arguments[1].rootRank == self._rank
         if communicators.solo:
             told = None
             if tape is not None:
-                root = operation == "broadcast" and arguments[1].rootRank == self._rank
-                told = tape.play(self.name_, operation, outputs, is_root=root)
+                told = tape.play(self._name, operation, outputs, is_root=root)
             if told is None:
                 alone()
             return Done(outputs, self._other if told is None else told.source)
         if communicators.answer is Answer.RAISE:
             communicators.outside(operation)
-        keep = operation == "broadcast"
         generation = communicators.generation
         inner = self.inner
         if self.abandoned and not communicators.poisoned:
@@ -94,8 +100,8 @@ class OuterGroup(dist.ProcessGroup):
             )
         if communicators.poisoned or communicators.cut_off or inner is None:
             return self._poisoned(operation, outputs, keep)
-        place = None if tape is None else tape.place(self.name_, operation, outputs)
-        filling = Filler(outputs, communicators.answer, keep=keep)
+        place = None if tape is None else tape.place(self._name, operation, outputs)
+        filling = Filler(outputs, communicators.answer, keep=keep, root=root)
         try:
             work = inner.operation(operation)(*arguments)
         except RuntimeError as error:
@@ -126,7 +132,7 @@ class OuterGroup(dist.ProcessGroup):
         return BACKEND
 
     def getGroupName(self) -> str:
-        return self.name_
+        return self._c10d_name
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -134,11 +140,11 @@ class OuterGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def setGroupName(self, name: str) -> None:
-        self.name_ = name
+        self._c10d_name = name
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        return self.name_
+        return self._c10d_name
 
     def size(self) -> int:
         return self._size
@@ -316,7 +322,7 @@ class OuterGroup(dist.ProcessGroup):
 def _lost_peer(operation: str, error: RuntimeError) -> bool:
     """Whether a launch failed because of a peer: only gloo's point-to-point calls notice that at
     the launch; what other collectives raise there is about their arguments."""
-    return operation in ("send", "recv", "recv_anysource") and "gloo/transport" in str(error)
+    return operation in MESSAGES and "gloo/transport" in str(error)
 
 
 def register(communicators: Communicators) -> None:
@@ -334,3 +340,48 @@ def register(communicators: Communicators) -> None:
         )
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    dist.split_group = distributed_c10d.split_group = split_group
+
+
+_split_elsewhere = distributed_c10d.split_group
+
+
+def split_group(
+    parent_pg: dist.ProcessGroup | None = None,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> dist.ProcessGroup | None:
+    """What stands for torch.distributed.split_group, which asks for an accelerator that c10d is
+    bound to before it asks the backend. Each part becomes a group as `new_group` makes it; other
+    parts are not waited for.
+
+    `split_ranks`: of each part, ranks in `parent_pg` (None: the world). Returns None on a rank that
+    is in no part. Raises UserError where the parts make no sense. Blocks; all ranks of the parent
+    call it."""
+    parent = parent_pg or dist.group.WORLD
+    if not isinstance(parent, OuterGroup):
+        return _split_elsewhere(parent_pg, split_ranks, timeout, pg_options, group_desc, backend)
+    parts = split_ranks or []
+    named = sorted(rank for part in parts for rank in part)
+    if not parts or not all(parts) or not set(named) <= set(range(parent.size())):
+        raise UserError(
+            f"split_group got split_ranks={split_ranks}; it takes lists, none of them empty, of "
+            f"ranks from 0 to {parent.size() - 1}, which count within the group that is split"
+        )
+    if len(named) != len(set(named)):
+        raise UserError(f"split_group got split_ranks={split_ranks}, which name a rank twice")
+    if backend not in (None, BACKEND):
+        raise UserError(
+            f"split_group was asked for backend {backend!r}, and groups of everstep have one for "
+            "all devices; leave the argument out"
+        )
+    own = next((part for part in parts if parent.rank() in part), None)
+    if own is None:
+        return None
+    ranks = [parent.ranks[rank] for rank in own]
+    options: dict[str, Any] = {"timeout": timeout, "group_desc": group_desc}
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, **options)
+    return group

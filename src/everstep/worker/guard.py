@@ -31,6 +31,11 @@ from everstep.worker.waiters import waiters
 if TYPE_CHECKING:
     from everstep.worker.tape import Place
 
+MESSAGES = frozenset({"send", "recv", "recv_anysource"})
+"""Operations between two ranks."""
+_without_future = set(MESSAGES)
+"""Operations whose works in gloo have no future; others are learned. An exception from C++ that
+says so costs as much as all the rest of a collective."""
 _KEPT_BROADCAST_BYTES = 64 << 10
 _FOREVER_S = threading.TIMEOUT_MAX
 
@@ -79,12 +84,15 @@ class Guard(Work):
         self._inner = inner
         self._patience = patience
         self._communicators.launched(self)
-        try:
-            future = inner.get_future()
-        except RuntimeError:  # point-to-point works of gloo have none
-            waiters.run(self._await_inner)
-        else:
-            future.add_done_callback(self._inner_done)
+        if self.operation not in _without_future:
+            try:
+                future = inner.get_future()
+            except RuntimeError:
+                _without_future.add(self.operation)
+            else:
+                future.add_done_callback(self._inner_done)
+                return
+        waiters.run(self._await_inner)
 
     def _inner_done(self, future: torch.futures.Future[Any]) -> None:
         error: BaseException | None = None
@@ -280,15 +288,20 @@ def fill(outputs: Any, answer: Answer) -> None:
 
 class Filler:
     """What overwrites `outputs` if the collective that is about to be launched is poisoned. With
-    `keep` (a broadcast) it copies the tensors to be kept now, and puts them back then."""
+    `keep` (a broadcast) it copies the tensors to be kept now, and puts them back then; on the
+    `root`, whose tensors are only read, they stay as they are without."""
 
-    def __init__(self, outputs: Any, answer: Answer, *, keep: bool) -> None:
+    def __init__(self, outputs: Any, answer: Answer, *, keep: bool, root: bool = False) -> None:
         self._answer = answer
-        self._lost = [t for t in outputs if not keeps(t, answer)] if keep else outputs
+        self._lost = outputs
         self.saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors that are put back, each with its copy."""
         if keep:
-            self.saved = [(t, t.detach().clone()) for t in outputs if keeps(t, answer)]
+            kept = [t for t in outputs if keeps(t, answer)]
+            if kept:  # else all are lost
+                self._lost = [t for t in outputs if not keeps(t, answer)]
+            if not root:
+                self.saved = [(t, t.detach().clone()) for t in kept]
 
     @property
     def lost(self) -> list[torch.Tensor]:

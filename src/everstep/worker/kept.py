@@ -97,8 +97,7 @@ def keep(worker: Worker, place: str, done: Done) -> None:
     if worker.committed == 0:  # a replacement has to know it before it has joined
         worker.control.send(messages.Once(key=key_before_steps(place), value=payload))
     else:
-        capsule = messages.Capsule(step=worker.committed, payload=payload, section=place)
-        worker.control.send(capsule)
+        worker.hand_over(worker.committed, payload, place)
 
 
 def return_kept(worker: Worker, place: str, name: str) -> Any:

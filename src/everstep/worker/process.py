@@ -86,7 +86,7 @@ def _guarded(worker: Worker) -> int:
         )
         return EXIT_REPLACE
     except (Exception, KeyboardInterrupt) as error:
-        worker.control.send(messages.Raised(cause=exception_cause(error)))
+        worker.control.send(messages.Raised(cause=exception_cause(error, worker.progress.words())))
         traceback.print_exc()
         return error.exit_code if isinstance(error, EverstepError) else 1
 

@@ -43,6 +43,7 @@ class Cell(enum.IntEnum):
     DEBUGGED = 7  # 1: a debugger or profiler in this process looks at every call
     MAGIC = 8
     UNLISTED = 9  # communicators that found no room in the table
+    PASSED = 10  # UPDATE or SECTION, if what was begun with the newest `step` has come to it
 
 
 FIRST_ROW = 16
@@ -102,6 +103,32 @@ class Phase(enum.IntEnum):
     SECTION = 10
 
 
+_PLACES = {
+    Phase.SETUP: "in its set-up",
+    Phase.RECOVER: "in a recovery",
+    Phase.CLOSING: "after its last step",
+    Phase.FINISHED: "after the end of its script",
+}
+_PARTS = {Phase.FENCE: " (fence)", Phase.UPDATE: " (optimizer)", Phase.COMPILE: " (compilation)"}
+
+
+def place_in_words(phase: Phase, step: int, passed: int = 0) -> str:
+    """Where a worker stands, for a sentence: "in step 5 (optimizer)", "in a section after step 5".
+    `step` and `passed` as its file has them; a process that has begun no step shows 0."""
+    if phase in _PLACES:
+        return _PLACES[phase]
+    if phase is Phase.PARKED:
+        return f"while parked at step {step}" if step else "while parked"
+    if phase is Phase.BETWEEN:
+        return f"between steps {step} and {step + 1}" if step else "between steps"
+    part = _PARTS.get(phase, "")
+    if Phase.SECTION in (phase, passed):
+        return f"in a section {f'after step {step}' if step else 'before step 1'}{part}"
+    if phase is Phase.STEP and passed == Phase.UPDATE:
+        part = " (after an update)"
+    return f"in step {step}{part}"
+
+
 class Progress:
     """The worker's hand on its file. Any thread may store; the last store wins.
 
@@ -128,6 +155,7 @@ class Progress:
 
     @step.setter
     def step(self, value: int) -> None:
+        self._cells[Cell.PASSED] = 0
         self._cells[7] = sys.gettrace() is not None or sys.getprofile() is not None
         self._store(0, value)
 
@@ -138,7 +166,13 @@ class Progress:
 
     @phase.setter
     def phase(self, value: int) -> None:
+        if value in (Phase.UPDATE, Phase.SECTION):
+            self._cells[Cell.PASSED] = value
         self._store(1, value)
+
+    def words(self) -> str:
+        """Where this worker stands, for a sentence."""
+        return place_in_words(Phase(self.phase), self.step, self._cells[Cell.PASSED])
 
     def _store(self, cell: int, value: int) -> None:
         self._cells[cell] = value

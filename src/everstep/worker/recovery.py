@@ -256,4 +256,9 @@ class _Exchange(threading.Thread):
             )
         if plan.decision is Decision.FETCH:
             worker.faults.fire("fetch", self._regroup.step + 1)
-            self.digest, self.nbytes = transfer.fetch(inner.group, worker.state, plan.sources)
+            if plan.copy:
+                self.digest, self.nbytes = transfer.recall(
+                    worker.copies, worker.state, self._regroup.step, self._regroup.generation
+                )
+            else:
+                self.digest, self.nbytes = transfer.fetch(inner.group, worker.state, plan.sources)

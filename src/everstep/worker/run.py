@@ -48,7 +48,9 @@ class Run:
                 "dist.init_process_group stood: remove that call"
             )
         spec = worker.spec
-        worker.device = devices.find(spec.device, spec.local_rank, spec.world_size, worker.note)
+        worker.device = devices.find(
+            spec.device, spec.local_rank, spec.local_world_size, worker.note
+        )
         store = HashStore()  # c10d wants one; addresses travel through the control plane instead
         dist.init_process_group(
             BACKEND, store=store, rank=worker.spec.rank, world_size=worker.spec.world_size
@@ -176,7 +178,8 @@ class Run:
                 rng_key=worker.rng_key,
             )
         )
-        worker.control.take(messages.Go, PATIENCE_S)
+        go = worker.control.take(messages.Go, PATIENCE_S)
+        worker.copies.on, worker.copies.write = go.copies, go.copy
         worker.state = state
         worker.faults.attach(next(iter(state.modules.values())))
 

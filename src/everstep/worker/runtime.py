@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from everstep.core.words import name_break
@@ -19,6 +20,7 @@ from everstep.wire import messages
 from everstep.worker import devices, rng
 from everstep.worker.communicators import Communicators
 from everstep.worker.control import Control, Stopped
+from everstep.worker.copies import Copies
 from everstep.worker.faults import Faults
 from everstep.worker.groups import OuterGroup, register
 from everstep.worker.inner import Exchange, GlooInner, Inner
@@ -30,7 +32,7 @@ from everstep.worker.streams import Device
 from everstep.worker.tape import Tape
 from everstep.worker.wrappers import Wrappers
 
-HOST = "127.0.0.1"
+_KEPT_TIMEOUT_S = 600.0  # a coordinator that is gone ends the process sooner
 
 
 class Drawn:
@@ -63,6 +65,7 @@ class Worker:
         register(self.communicators)
         self.device: Device | None = None  # the CPU; found when the script calls init()
         self.wrappers = Wrappers()
+        self.copies = Copies(self.control, spec)
         self.faults = Faults(
             spec.faults, self.control, lambda: 0 if self.joining else self.committed
         )
@@ -102,7 +105,7 @@ class Worker:
                 group.rank(),
                 group.size(),
                 exchange_as(group.name),
-                host=HOST,
+                host=spec.host,
                 build_timeout_s=spec.build_timeout_s,
                 collective_timeout_s=spec.collective_timeout_s,
                 on_address=on_address,
@@ -136,6 +139,7 @@ class Worker:
             detail=str(error),
             signature="collective",
             at_s=None,
+            where=self.progress.words(),
         )
         self.control.send(
             messages.Fault(generation=generation, step=self.committed + 1, cause=cause)
@@ -166,6 +170,17 @@ class Worker:
         if streams is not None:
             rng.restore(streams)
 
+    def hand_over(self, step: int, payload: bytes, section: str = "") -> None:
+        """Send a capsule. On several nodes, wait until it is with the coordinator, or the
+        generation has been stopped: what is only on this node can be lost with it."""
+        several = self.spec.local_world_size < self.spec.world_size
+        turn = self.control.next_turn() if several else 0
+        self.control.send(messages.Capsule(step=step, payload=payload, section=section, turn=turn))
+        if several:
+            generation = self.communicators.generation
+            with suppress(Stopped):
+                self.control.answer(messages.Kept, turn, _KEPT_TIMEOUT_S, generation)
+
     def note(self, key: str, text: str) -> None:
         """Something a person should know, shown once."""
         self.control.send(messages.Note(key=key, text=text))
@@ -178,20 +193,26 @@ class Worker:
 
     def report_exception(self, error: BaseException, step: int) -> None:
         """Tell the agent that the script's step raised here while the process lives."""
-        cause = exception_cause(error)
+        cause = exception_cause(error, self.progress.words())
         self.control.send(
             messages.Fault(generation=self.communicators.generation, step=step, cause=cause)
         )
 
 
-def exception_cause(error: BaseException) -> Cause:
-    """An exception as a cause: one line, the traceback, and a signature by type and message."""
-    text = "".join(traceback.format_exception_only(error)).strip()
+def exception_cause(error: BaseException, where: str = "") -> Cause:
+    """An exception as a cause: its type with the first line of its message (what follows may be
+    advice, or a note), the traceback, and a signature by type and message. `where`: where the rank
+    stood."""
+    kind = type(error)
+    plain = kind.__module__ in ("builtins", "__main__")
+    name = kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return Cause(
         kind=CauseKind.EXCEPTION,
-        text=text.splitlines()[-1] if text else type(error).__name__,
+        text=f"{name}: {first}" if first else name,
         detail="".join(traceback.format_exception(error)),
         signature=f"{type(error).__qualname__}: {error}",
         exit_code=1,
         at_s=time.monotonic(),
+        where=where,
     )

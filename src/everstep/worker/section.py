@@ -29,7 +29,7 @@ from everstep.types import Decision
 from everstep.wire import messages
 from everstep.worker import codec
 from everstep.worker.attempt import Unwind
-from everstep.worker.between import Between, digests, versions
+from everstep.worker.between import Between, digests
 from everstep.worker.communicators import Answer
 from everstep.worker.entry import Entry, Undo
 from everstep.worker.fence import Fence
@@ -50,7 +50,7 @@ class _Attempt:
         self.entry = Entry(state, copy_gradients=gradients)
         self.undo = Undo(state) if undo else None
         self.before = Before(state, leaves=undo)
-        self.versions = versions(state)
+        self.versions = state.updates_seen()
         self.digests: dict[str, str] | None = None
         self.modes = [(m, m.training) for root in state.modules.values() for m in root.modules()]
         self.values = codec.copy(worker.values)
@@ -146,6 +146,7 @@ class SectionOfSome:
         sections.between.after_section(state)
         worker.faults.fire("section")
         keep(worker, place, done_of(worker, self._name, result, before))
+        worker.phase(Phase.BETWEEN)
         worker.seed(f"after {place}")
         return result
 
@@ -154,14 +155,13 @@ class SectionOfSome:
         worker = self._sections.worker
         worker.place.inside = self._name
         worker.place.new_attempt()
-        worker.phase(Phase.SECTION)
+        worker.phase(Phase.SECTION, worker.committed)
         worker.seed(place)
         worker.communicators.before_launch = self._refuse_collective
         try:
             return self._function(*args, **kwargs)
         finally:
             worker.communicators.before_launch = None
-            worker.phase(Phase.BETWEEN)
             worker.place.inside = ""
 
     def _refuse_collective(self, _index: int) -> None:
@@ -257,7 +257,7 @@ class Section:
         self._tape, communicators.tape = communicators.tape, None
         worker.place.inside = self._name
         worker.place.new_attempt()
-        worker.phase(Phase.SECTION)
+        worker.phase(Phase.SECTION, worker.committed)
         worker.seed(worker.place.name())
         return attempt
 
@@ -273,7 +273,7 @@ class Section:
         for what it left changed, in its first calls."""
         if attempt.digests is not None:
             _refuse_changed(self._name, attempt.digests, state, ", or say run.section(undo=True)")
-        if not self._undo and versions(state) != attempt.versions:
+        if not self._undo and state.updates_seen() != attempt.versions:
             self._undo = True
             self._worker.note(
                 f"changed-in-section-{self._name}",
@@ -336,7 +336,7 @@ class Section:
         if error is not None and not worker.communicators.poisoned:
             worker.report_exception(error, worker.committed + 1)
             worker.communicators.hold(error)
-        torn = attempt.undo is None and versions(state) != attempt.versions and not entered
+        torn = attempt.undo is None and state.updates_seen() != attempt.versions and not entered
         outcome = self._sections.recovery.run(
             torn=torn,
             can_advance=entered,

@@ -121,6 +121,7 @@ class State:
         # FSDP2 puts gathered parameters into the modules while they run: these are the stored ones.
         self._parameters = list(self._named_parameters())
         self.parameter_list = [parameter for _, parameter in self._parameters]
+        self._parts = [part for module in self.modules.values() for part in module.modules()]
         self._check_updated_parameters_are_protected()
 
     def _place(self, name: str, thing: Any) -> None:
@@ -153,11 +154,7 @@ class State:
                 thing.state_dict(), f"the state of {name}"
             )  # refused now, not at the first failure
         else:
-            raise UserError(
-                f"protect({name}=...): a {type(thing).__name__} has no state_dict() and "
-                "load_state_dict(); protect takes modules, optimizers, lists of them, and objects "
-                "that have both"
-            )
+            checks.refuse_stateless(name, thing)
 
     def _check_updated_parameters_are_protected(self) -> None:
         known = {id(p) for module in self.modules.values() for p in module.parameters()}
@@ -208,6 +205,23 @@ class State:
                 for p, parameter in enumerate(group["params"]):
                     entry = optimizer.state.get(parameter)
                     yield f"{prefix}/{g}/{p}", parameter, entry if entry is not None else {}
+
+    def updates_seen(self) -> int:
+        """How often parameters and tensors of the optimizers were written to, all together."""
+        count = sum([version_of(parameter) for parameter in self.parameter_list])
+        for optimizer in self.optimizers.values():
+            for entry in optimizer.state.values():
+                for value in entry.values():
+                    if isinstance(value, torch.Tensor):
+                        count += version_of(value)
+        return count
+
+    def constants_seen(self) -> int:
+        """How often buffers were written to that no step is known to change."""
+        if not self.has_buffers:
+            return 0
+        known = {*self.changing, *self.late}
+        return sum(b._version for name, b in self.buffers() if name not in known)
 
     def optimizer_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, tensor and parameter of every tensor in the optimizers' state."""
@@ -311,6 +325,15 @@ class State:
     def _entry_of(self, prefix: str, parameter: torch.Tensor) -> dict[str, Any]:
         entry: dict[str, Any] = self.optimizers[prefix.split("/", 1)[0]].state[parameter]
         return entry
+
+    def training(self) -> list[bool]:
+        """Of every part of the protected modules, whether it is in training mode."""
+        return [part.training for part in self._parts]
+
+    def set_training(self, training: list[bool]) -> None:
+        """Put back what `training` returned."""
+        for part, value in zip(self._parts, training, strict=True):
+            part.training = value
 
     def modes(self) -> dict[str, list[str]]:
         """By module, the names of those parts that are in evaluation mode."""

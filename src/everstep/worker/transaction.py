@@ -66,6 +66,7 @@ class Step:
         self._buffers_until = _LEARNING_STEPS  # up to which step buffers are looked at closely
         self._fence = Fence(worker, late=undo)
         self._gate = Gate(worker, self._fence, self._forecast, recovery, between, self._put_back)
+        self._used = 0  # DDP modules, by a predecessor
         self.began = False
         self.left_open = False  # the function was left by what ends the process
 
@@ -153,7 +154,6 @@ class Step:
             raise
         finally:
             self._end()
-        self._gate.confirm(attempt, whole=error is None and not attempt.unwound)
         undone = attempt.undo is not None and not self._clean()
         if error is None and attempt.passed and not (undone or attempt.unwound):
             return self._finish(attempt, result, samples)
@@ -177,6 +177,10 @@ class Step:
         attempt.streams = worker.streams()
         worker.place.new_attempt()
         attempt.fence = self._fence.kind
+        if worker.copies.on:
+            self._fence.want("late")
+            if step == 1:
+                attempt.fence = "late"
         communicators.trace.clear()
         if communicators.tape is not None:
             communicators.tape.begin(step)
@@ -220,7 +224,7 @@ class Step:
             )
         self._learn(attempt)
         self._forecast.settle(attempt, result)
-        self._fence.kind = attempt.fence
+        self._fence.kind = attempt.fence if attempt.step > 1 else None
         log, worker.log = worker.log, {}
         record = record_of(result, samples, log, worker.values) if worker.spec.record else None
         self._commit(attempt.step, log, record)
@@ -252,6 +256,7 @@ class Step:
     def _learn(self, attempt: Attempt) -> None:
         """What this step shows of those to come."""
         self._gate.learn(attempt)
+        self._worker.wrappers.passed()
         self._gradients.learn(attempt.entry)
         self._recovery.gradients = self._gradients.copies
         if attempt.entry.learn_buffers() or attempt.step <= _LEARNING_STEPS:
@@ -319,6 +324,7 @@ class Step:
         if capsule is not None and (capsule.step <= outcome.step or outcome.step > 1):
             self._fence.kind = capsule.fence or self._fence.kind
         if capsule is not None and capsule.step == outcome.step:
+            worker.wrappers.check_laid_out(capsule.used)
             self._take(capsule)
             log = capsule.log
         worker.log = {}
@@ -341,6 +347,7 @@ class Step:
             contents = msgspec.msgpack.decode(capsule, type=Contents)
             self._forecast.pattern = contents.pattern
             self._gate.expect(contents.updates)
+            self._used = contents.used
             self._take(contents)
 
     def _take(self, capsule: Contents) -> None:
@@ -362,6 +369,7 @@ class Step:
         passes = self._rehearse(args, kwargs)
         self._worker.communicators.tape = None  # it has told all there is
         outcome = self._recovery.run(torn=True, passes=passes)
+        self._worker.wrappers.check_laid_out(self._used)
         self._worker.joining = False
         self.began = True
         self._worker.communicators.replaying = True

@@ -22,7 +22,9 @@ import msgspec
 import torch
 
 from everstep.errors import EverstepError, UserError
+from everstep.snapshot import SnapshotError
 from everstep.worker.codec import buffer_of, tensor_bytes
+from everstep.worker.copies import Copies, CopyError
 from everstep.worker.state import Leaves, Spec, State, digest_of, put
 
 _TAG = 0x5E
@@ -189,6 +191,26 @@ def serve(group: Any, state: State, sinks: tuple[int, ...], *, gradients: bool) 
     return digest
 
 
+def recall(copies: Copies, state: State, step: int, generation: int) -> tuple[str, int]:
+    """Take the state of `step` from the rank's own copy in memory. Returns as `fetch` does. Raises
+    ReceiptError if there is none, or it is not what was written."""
+    try:
+        targets, rest, nbytes = copies.fetch(state, step, generation)
+    except (CopyError, SnapshotError) as error:
+        raise ReceiptError(str(error)) from error
+    return _settle(state, targets, rest.leaves, rest.modes), nbytes
+
+
+def _settle(
+    state: State, targets: list[torch.Tensor], leaves: Leaves, modes: dict[str, list[str]]
+) -> str:
+    """The tensors are there: take all else, too. Returns the digest of what is held now."""
+    _load(state, leaves)
+    state.set_modes(modes)
+    state.at_commit = state.steering()
+    return digest_of(targets, state.leaves().digest())
+
+
 def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]:
     """Take the state from `sources`. Returns the digest of what is held now and the bytes fetched.
     Raises ReceiptError if it is not what each source holds."""
@@ -222,10 +244,7 @@ def fetch(group: Any, state: State, sources: tuple[int, ...]) -> tuple[str, int]
             "they are no replicas",
             held,
         )
-    _load(state, leaves)
-    state.set_modes(headers[0].modes or {})
-    state.at_commit = state.steering()
-    digest = digest_of(targets, state.leaves().digest())
+    digest = _settle(state, targets, leaves, headers[0].modes or {})
     if held[sources[0]] != digest:
         raise ReceiptError(
             f"the state fetched from ranks {list(sources)} has digest {digest[:12]}, but they hold "

@@ -32,6 +32,7 @@ class Wrappers:
 
     def __init__(self) -> None:
         self._ddp: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._whole: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._fsdp: weakref.WeakSet[Any] = weakref.WeakSet()
         register_module_module_registration_hook(self._saw)
 
@@ -67,13 +68,35 @@ class Wrappers:
         young = any(ddp.static_graph and committed < _STATIC_PASSES for ddp in self._ddp)
         return committed if young else None
 
+    def passed(self) -> None:
+        """A whole pass was made here: a step, or a rehearsal of one."""
+        for ddp in self._ddp:
+            if ddp._lazy_init_ran:
+                self._whole.add(ddp)
+
+    @property
+    def used(self) -> int:
+        """How many DDP instances have made a pass, whole or not."""
+        return sum(1 for ddp in self._ddp if ddp._lazy_init_ran)
+
+    def check_laid_out(self, wanted: int) -> None:
+        """Raise UserError unless `wanted` DDP instances have made a whole pass here: those of the
+        peers have, and their bucket layouts are those of that pass."""
+        if len(self._whole) < wanted:
+            raise UserError(
+                f"of the job's DistributedDataParallel modules {wanted} have been used, and only "
+                f"{len(self._whole)} in the step that this rank's replacement has rehearsed, or "
+                "could make to its end: the others' buckets can't be laid out as on its peers. Use "
+                "every such module in every step (with a loss of weight 0), or wrap them in one"
+            )
+
     def reset(self, *, passes: int) -> None:
         """Bring every wrapper to idle. The communicators must be solo: a due rebuild answers
-        itself. `passes`: how many whole passes were made here; a layout is not due before, and what
-        was seen of one in a pass that was cut short does not count."""
+        itself. `passes`: how many whole passes were made; a layout is not due before, and what was
+        seen of one in a pass that was cut short does not count."""
         for ddp in self._ddp:
             reducer = ddp.reducer
-            due = passes >= (_STATIC_PASSES if ddp.static_graph else 1)
+            due = passes >= (_STATIC_PASSES if ddp.static_graph else 1) and ddp in self._whole
             if due and not ddp._has_rebuilt_buckets and reducer._rebuild_buckets():
                 ddp._has_rebuilt_buckets = True
             reducer._reset_state()

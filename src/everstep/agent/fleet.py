@@ -1,0 +1,379 @@
+"""All nodes of one job, as the coordinator uses them.
+
+Theory of operation: what nodes tell goes to the coordinator's shell, and what that answers is
+carried out on the node where the worker is. The fleet keeps which member is on which node, and
+which nodes there are; a node is a `Node` in this process or a connection to one elsewhere, which is
+all the same here. What belongs to the job and not to a node is done at once: the journal, the
+metrics, the traces, the view. Whatever goes wrong here ends the job and is raised to whoever waits
+for `ended`.
+
+It does not decide about ranks or nodes (core), nor how nodes are found (launch). Loop thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+from typing import Protocol
+
+from everstep.agent.lookout import Lookout
+from everstep.agent.workers import Place, torchrun_environment, worker_spec
+from everstep.coordinator import CoordinatorShell, Core
+from everstep.core import actions
+from everstep.core.hang import Evidence
+from everstep.errors import EverstepError
+from everstep.keepsakes import Heritage
+from everstep.observe.rundir import RunDirectory
+from everstep.observe.view import View
+from everstep.settings import RunSettings
+from everstep.types import Cause, Record
+from everstep.wire import nodes
+from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
+from everstep.wire.nodes import Shown
+
+Member = tuple[int, int]  # rank and incarnation
+
+
+class NodeHandle(Protocol):
+    """What a fleet needs of a node; `agent.node.Node` says what each call does. No call but `close`
+    blocks or waits."""
+
+    def launch(self, spec: WorkerSpec, variables: Mapping[str, str], delay_s: float) -> None:
+        """Fork a worker."""
+        ...
+
+    def kill(self, rank: int, incarnation: int, why: str) -> None:
+        """SIGKILL a worker's whole session."""
+        ...
+
+    def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
+        """Send a message to a worker."""
+        ...
+
+    def look(self) -> None:
+        """Say what all workers show."""
+        ...
+
+    def inspect(self) -> None:
+        """Have all workers show their stacks."""
+        ...
+
+    def copy_order(self, order: nodes.CopyOrder) -> None:
+        """The coordinator's word about copies."""
+        ...
+
+    def dismiss(self, why: str) -> None:
+        """The job goes on without this node: kill all its workers."""
+        ...
+
+    def cut(self, *, whole: bool) -> None:
+        """End the agent, and with `whole` all its processes."""
+        ...
+
+    def hurry(self) -> None:
+        """A `close` that waits for workers waits no longer."""
+        ...
+
+    async def close(self, *, terminate: bool, wait_s: float) -> None:
+        """End all workers, and the node's part in the job."""
+        ...
+
+
+class Fleet:
+    """Implements `coordinator.Effects`. `master`: MASTER_ADDR and MASTER_PORT of the script."""
+
+    def __init__(
+        self,
+        *,
+        settings: RunSettings,
+        core: Core,
+        directory: RunDirectory,
+        view: View,
+        master: tuple[str, int],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[actions.End] = loop.create_future()
+        self._loop = loop
+        self._settings = settings
+        self._directory = directory
+        self._view = view
+        self._master = master
+        self._shell = CoordinatorShell(core, self, settings.chaos, loop.call_at)
+        self._lookout = Lookout(directory.path, self._shell.silent, self._shell.inspected)
+        self._nodes: dict[int, NodeHandle] = {}
+        self._homes: dict[Member, int] = {}
+        self._started = False
+        self._asked_by: int | None = None
+
+    # ------------------------------------------------------------ the job's life
+
+    def add(self, number: int, node: NodeHandle) -> None:
+        """There is a node, which tells what it has to tell to `berth(number)`."""
+        self._nodes[number] = node
+
+    def berth(self, number: int) -> Berth:
+        """What the node `number` has for its owner."""
+        return Berth(self, number)
+
+    def joined(self, number: int, host: str, domain: str, ranks: int) -> None:
+        """The node `number` can fork, up to `ranks` workers. `host`, `domain`: as
+        events.NodeJoined has them."""
+        self._shell.node_joined(number, host, domain, ranks)
+
+    def lost(self, number: int, cause: Cause) -> None:
+        """Nothing is heard of the node `number` any more."""
+        self._shell.node_lost(number, cause, self._forget(number))
+
+    def start(self) -> None:
+        """Begin the job."""
+        self._started = True
+        self._shell.start()
+
+    def stop_asked(self, number: int) -> None:
+        """Signal `number` asks the job to end: the first time in order, the second time at once."""
+        if self._asked_by is not None:
+            for node in self._nodes.values():
+                node.hurry()
+            return
+        self._asked_by = number
+        if self._started:
+            self._shell.stop_asked(number)
+        else:
+            text = f"asked to end by {signal.Signals(number).name} before any worker was started"
+            self.end(actions.End(exit_code=128 + number, text=text))
+
+    def failed(self, error: BaseException) -> None:
+        """Something went wrong that is not a failure of the job's: `ended` raises it."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+        else:
+            self._loop.default_exception_handler(
+                {"message": "everstep: a failure after the job's end", "exception": error}
+            )
+
+    async def close(self) -> None:
+        """End all workers on all nodes: in their own time after a success, after SIGTERM and a
+        grace if a person asked for the end, at once if a failure is the reason.
+
+        Raises EverstepError if a process cannot be ended.
+        """
+        self._shell.stop()
+        terminate = self._asked_by is not None
+        wait_s = self._settings.grace_s if terminate or self.exit_code == 0 else 0.0
+        closings = [node.close(terminate=terminate, wait_s=wait_s) for node in self._nodes.values()]
+        outcomes = await asyncio.gather(*closings, return_exceptions=True)
+        if self.ended.done() and not self.ended.cancelled():
+            self.ended.exception()  # who waits for it has had it, unless a cancellation came first
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    @property
+    def exit_code(self) -> int:
+        """The job's, once it is over; 1 before, and where something broke it."""
+        ended = self.ended
+        if not ended.done() or ended.cancelled():
+            return 1
+        error = ended.exception()
+        if error is None:
+            return ended.result().exit_code
+        return error.exit_code if isinstance(error, EverstepError) else 1
+
+    # ------------------------------------------------------------ Effects, for the coordinator
+
+    def record(self, record: Record, *, shown: bool = True) -> None:
+        """Append to the journal."""
+        line = self._directory.journal.write(record.event, record.fields)
+        if shown:
+            self._view.record(line)
+
+    def spawn(self, order: actions.Spawn, heritage: Heritage) -> None:
+        """Have the order's node fork a worker."""
+        place = Place(
+            rank=order.rank,
+            nproc_per_node=self._settings.nproc_per_node,
+            world_size=self._settings.world_size,
+        )
+        spec = worker_spec(self._settings, place, order, heritage)
+        variables = torchrun_environment(place, *self._master)
+        variables["EVERSTEP_RUN_ID"] = spec.run_id
+        variables["EVERSTEP_INCARNATION"] = str(spec.incarnation)
+        node = self._nodes.get(order.node)
+        if node is not None:  # else it is lost, which the core is about to hear
+            self._homes[order.rank, order.incarnation] = order.node
+            node.launch(spec, variables, order.delay_s)
+
+    def kill(self, rank: int, incarnation: int, why: str) -> None:
+        """SIGKILL a worker."""
+        node = self._home(rank, incarnation)
+        if node is not None:
+            node.kill(rank, incarnation, why)
+
+    def dismiss(self, node: int, why: str) -> None:
+        """Have a node end its workers; one that is lost hears of it when it comes back."""
+        handle = self._nodes.get(node)
+        if handle is not None:
+            self._forget(node)
+            handle.dismiss(why)
+
+    def cut(self, rank: int, incarnation: int, *, whole: bool) -> None:
+        """End a worker's node, or its agent alone."""
+        node = self._home(rank, incarnation)
+        if node is not None:
+            node.cut(whole=whole)
+
+    def inspect(self) -> None:
+        """Have all workers show their stacks."""
+        self._lookout.inspect(self._inhabited(), lambda number: self._nodes[number].inspect())
+
+    def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
+        """Send a message to a worker."""
+        node = self._home(rank, incarnation)
+        if node is not None:
+            node.send(rank, incarnation, message)
+
+    def keepers(self, keepers: Mapping[int, int]) -> None:
+        """Tell all nodes who keeps whose copies."""
+        for node in self._nodes.values():
+            node.copy_order(nodes.Keepers(keepers=dict(keepers)))
+
+    def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
+        """Keep logged scalars."""
+        self._directory.metrics(rank, step, log)
+
+    def trace(self, rank: int, step: int, record: bytes) -> None:
+        """Keep a step's record."""
+        self._directory.trace(rank, step, record)
+
+    def digests(self, rank: int, digests: Mapping[str, str]) -> None:
+        """Keep a rank's final digests."""
+        self._directory.digests(rank, digests)
+
+    def end(self, end: actions.End) -> None:
+        """The job is over."""
+        if not self.ended.done():
+            self.ended.set_result(end)
+
+    def _home(self, rank: int, incarnation: int) -> NodeHandle | None:
+        number = self._homes.get((rank, incarnation))
+        return None if number is None else self._nodes.get(number)
+
+    def _forget(self, number: int) -> list[Member]:
+        """The node has no part in the job any more. Returns the members that it had."""
+        self._nodes.pop(number, None)
+        members = [member for member, home in self._homes.items() if home == number]
+        for member in members:
+            del self._homes[member]
+        self._lookout.lost(number)
+        return members
+
+    def _inhabited(self) -> set[int]:
+        return set(self._homes.values())
+
+    # ------------------------------------------------------------ what nodes tell
+
+    def _said(self, rank: int, incarnation: int, message: FromWorker) -> None:
+        self._shell.message(rank, incarnation, message)
+
+    def _died(self, rank: int, incarnation: int, cause: Cause, before_kill: bool) -> None:
+        self._homes.pop((rank, incarnation), None)
+        self._shell.died(rank, incarnation, cause, before_kill=before_kill)
+
+    def _copy_news(self, number: int, news: nodes.CopyNews) -> None:
+        """Carry what nodes tell of copies to those whom it is for."""
+        match news:
+            case nodes.Offered(incarnation=incarnation, manifest=manifest, offer=offer, to=to):
+                taker = self._nodes.get(to)
+                if taker is not None:
+                    taker.copy_order(
+                        nodes.Take(incarnation=incarnation, manifest=manifest, offer=offer)
+                    )
+            case nodes.Took(rank=rank, incarnation=incarnation, step=step):
+                self._shell.copied(rank, incarnation, step, number)
+                self._secured(rank, incarnation, step, number)
+            case nodes.Untaken(rank=rank, incarnation=incarnation, step=step, text=text):
+                self._note(
+                    f"copy-not-kept-{rank}",
+                    f"node {number} does not keep the copy of rank {rank} at step {step}, which is "
+                    f"only on the rank's own node: {text}",
+                )
+                self._secured(rank, incarnation, step, number)
+            case nodes.Seek(rank=rank, incarnation=incarnation, step=step):
+                self._find_copy(rank, incarnation, step, number, lacking=set())
+            case nodes.Lack(rank=rank, incarnation=incarnation, step=step, to=to):
+                self._find_copy(rank, incarnation, step, to, lacking={number})
+
+    def _secured(self, rank: int, incarnation: int, step: int, number: int) -> None:
+        home = self._homes.get((rank, incarnation))
+        if home is not None and home != number and home in self._nodes:
+            order = nodes.Secured(rank=rank, incarnation=incarnation, step=step)
+            self._nodes[home].copy_order(order)
+
+    def _find_copy(
+        self, rank: int, incarnation: int, step: int, to: int, *, lacking: set[int]
+    ) -> None:
+        """Have the copy of `rank` at `step` offered to node `to` by one that has it."""
+        seeker = self._nodes.get(to)
+        if seeker is None:
+            return
+        holders = [
+            self._nodes[number]
+            for number in self._shell.copies_of(rank, step)
+            if number in self._nodes and number != to and number not in lacking
+        ]
+        if holders:
+            holders[0].copy_order(nodes.Lend(rank=rank, incarnation=incarnation, step=step, to=to))
+        else:
+            seeker.copy_order(nodes.Missing(rank=rank, step=step))
+
+    def _silent(self, number: int, evidence: tuple[Evidence, ...]) -> None:
+        others = self._inhabited() - {number}
+        self._lookout.silent(number, evidence, others, lambda other: self._nodes[other].look())
+
+    def _note(self, key: str, text: str) -> None:
+        self.record(Record(event="note", fields={"key": key, "text": text, "rank": None}))
+
+
+class Berth:
+    """One node's owner: it passes on what the node tells, with the node's number."""
+
+    def __init__(self, fleet: Fleet, number: int) -> None:
+        self._fleet = fleet
+        self._number = number
+
+    def said(self, rank: int, incarnation: int, message: FromWorker) -> None:
+        """A worker said something."""
+        self._fleet._said(rank, incarnation, message)
+
+    def died(self, rank: int, incarnation: int, cause: Cause, *, before_kill: bool) -> None:
+        """A worker is gone."""
+        self._fleet._died(rank, incarnation, cause, before_kill)
+
+    def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
+        """A line that a worker printed."""
+        self._fleet._view.output(rank, incarnation, stream, line)
+
+    def silent(self, evidence: tuple[Evidence, ...]) -> None:
+        """Some worker has been silent for longer than it may."""
+        self._fleet._silent(self._number, evidence)
+
+    def looked(self, evidence: tuple[Evidence, ...]) -> None:
+        """What all workers show."""
+        self._fleet._lookout.looked(self._number, evidence)
+
+    def shown(self, shown: Shown) -> None:
+        """The stacks of all workers."""
+        self._fleet._lookout.shown(self._number, shown)
+
+    def copy_news(self, news: nodes.CopyNews) -> None:
+        """Something about copies."""
+        self._fleet._copy_news(self._number, news)
+
+    def note(self, key: str, text: str) -> None:
+        """Something a person should know."""
+        self._fleet._note(key, text)
+
+    def failed(self, error: BaseException) -> None:
+        """The node can not go on."""
+        self._fleet.failed(error)

@@ -1,0 +1,300 @@
+"""The coordinator's side of agents elsewhere: their registration, and each as a node of the fleet.
+
+Theory of operation: an agent that connects says who it is and is checked: versions that differ, a
+name that another living agent has, a script of other contents are refused, with the reason at both
+ends. One that is accepted gets the next number, imports what the script imports, and is a node of
+the job when it says so. The end of its connection is the loss of the node; a node that the core
+dismisses is hung up on. Numbers are never used again: an agent that comes back is a new node, and
+what was sent to or by the old one reaches nobody.
+
+It does not decide which node runs what (core). Loop thread only; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+from everstep.agent import clocks
+from everstep.agent.ending import END_TIMEOUT_S
+from everstep.agent.fleet import Berth, Fleet
+from everstep.errors import UserError
+from everstep.types import Cause, CauseKind, Record
+from everstep.wire import nodes
+from everstep.wire.messages import ToWorker, WorkerSpec
+from everstep.wire.network import Hub, Limits
+from everstep.wire.secret import Secret
+
+
+class RemoteNode:
+    """A node at the other end of a connection. Implements `fleet.NodeHandle`.
+
+    `who`: what it registered as. `exit_code()`: of the job, once it is over. `joined`: it can fork.
+    `gone`: set when it has ended all its workers, or nothing more can be heard of it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        who: nodes.Register,
+        berth: Berth,
+        send: Callable[[nodes.ToNode], object],
+        hang_up: Callable[[str], None],
+        exit_code: Callable[[], int],
+    ) -> None:
+        self.number = number
+        self.who = who
+        self.berth = berth
+        self.joined = False
+        self.gone = asyncio.Event()
+        self._send = send
+        self._hang_up = hang_up
+        self._exit_code = exit_code
+
+    def launch(self, spec: WorkerSpec, variables: Mapping[str, str], delay_s: float) -> None:
+        """Fork a worker."""
+        self._send(nodes.Launch(spec=spec, environment=dict(variables), delay_s=delay_s))
+
+    def kill(self, rank: int, incarnation: int, why: str) -> None:
+        """SIGKILL a worker's whole session."""
+        self._send(nodes.Kill(rank=rank, incarnation=incarnation, why=why))
+
+    def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
+        """Send a message to a worker."""
+        self._send(nodes.Tell(rank=rank, incarnation=incarnation, message=message))
+
+    def look(self) -> None:
+        """Say what all workers show."""
+        self._send(nodes.Look())
+
+    def inspect(self) -> None:
+        """Have all workers show their stacks."""
+        self._send(nodes.Inspect())
+
+    def copy_order(self, order: nodes.CopyOrder) -> None:
+        """The coordinator's word about copies."""
+        self._send(order)
+
+    def dismiss(self, why: str) -> None:
+        """End the connection: at that the agent kills all its workers, and may come again."""
+        self._hang_up(why)
+
+    def cut(self, *, whole: bool) -> None:
+        """End the agent, and with `whole` all its processes."""
+        self._send(nodes.Cut(whole=whole))
+
+    def hurry(self) -> None:
+        """A `close` that waits for workers waits no longer."""
+        self._send(nodes.Finish(terminate=False, wait_s=0.0, exit_code=self._exit_code()))
+
+    async def close(self, *, terminate: bool, wait_s: float) -> None:
+        """Have the agent end all workers and itself, and wait until it has, or is lost."""
+        code = self._exit_code()
+        self._send(nodes.Finish(terminate=terminate, wait_s=wait_s, exit_code=code))
+        try:
+            await asyncio.wait_for(self.gone.wait(), wait_s + 3 * END_TIMEOUT_S)
+        except TimeoutError:
+            self._hang_up("it has not ended its workers in time")
+
+
+class Registry:
+    """Listens for agents, and makes nodes of them for the fleet.
+
+    `settings`, `versions`, `script_digest`: of the job, which all must share. `must_start`: an
+    agent that fails before it has joined ends the job, since all others would, too.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        host: str,
+        ports: range,
+        secret: Secret,
+        lease_s: float,
+        settings: nodes.NodeSettings,
+        versions: Mapping[str, str],
+        script_digest: str,
+        nproc_per_node: int,
+        must_start: bool,
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._versions = versions
+        self._script_digest = script_digest
+        self._nproc_per_node = nproc_per_node
+        self._must_start = must_start
+        self._nodes: dict[int, RemoteNode] = {}  # by peer
+        self._next_number = 0
+        self._hub: Hub[nodes.FromNode] = Hub(
+            host=host,
+            ports=ports,
+            secret=secret,
+            receives=nodes.FromNode,
+            on_joined=lambda *_: None,  # it has to say who it is
+            on_message=self._take,
+            on_lost=self._lost,
+            on_refused=self._stranger,
+            limits=Limits(lease_s=lease_s),
+        )
+        self.port = self._hub.port
+
+    def close(self) -> None:
+        """Hang up on all, and listen no longer."""
+        self._hub.close()
+
+    # ------------------------------------------------------------ registration
+
+    def _take(self, peer: int, message: nodes.FromNode) -> None:
+        node = self._nodes.get(peer)
+        if isinstance(message, nodes.Register):
+            self._register(peer, message)
+        elif node is None:
+            self._hub.drop(peer, "it has not registered")
+        elif isinstance(message, nodes.Joined):
+            self._join(peer, node, message)
+        elif isinstance(message, nodes.Failed):
+            self._failed(peer, node, message)
+        elif isinstance(message, nodes.Gone):
+            node.gone.set()
+        else:
+            _tell(node.berth, message)
+
+    def _register(self, peer: int, who: nodes.Register) -> None:
+        twin = next((n for n in self._nodes.items() if n[1].who.name == who.name), None)
+        if twin is not None and _same_process(twin[1].who, who):
+            self._hub.drop(twin[0], "its agent has come again")
+            self._lost(twin[0], "its agent has come again by another connection")
+            twin = None
+        why = self._objection(peer, who, None if twin is None else twin[1])
+        if why:
+            self._refuse(peer, who, why)
+            return
+        number, self._next_number = self._next_number, self._next_number + 1
+        node = RemoteNode(
+            number,
+            who,
+            self._fleet.berth(number),
+            lambda message: self._hub.send(peer, message),
+            lambda reason: self._dismiss(peer, reason),
+            lambda: self._fleet.exit_code,
+        )
+        self._nodes[peer] = node
+        self._fleet.add(number, node)
+        fields = {
+            "node": number,
+            "name": who.name,
+            "host": who.host,
+            "address": who.address,
+            "domain": who.domain,
+            "pid": who.pid,
+        }
+        self._fleet.record(Record(event="node_registered", fields=fields))
+        self._hub.send(
+            peer,
+            nodes.Welcome(
+                node=number,
+                settings=self._settings,
+                clock_s=time.monotonic(),
+                boot_id=clocks.boot_id(),
+            ),
+        )
+
+    def _objection(self, peer: int, who: nodes.Register, twin: RemoteNode | None) -> str:
+        """Why an agent can't take part; "" if it can."""
+        if peer in self._nodes:
+            return "it registers twice on one connection"
+        if self._fleet.ended.done():
+            return "the job is over"
+        if twin is not None:
+            return (
+                f"node {twin.number} on host {twin.who.host} (process {twin.who.pid}) has that "
+                "name already; start the agent once, or give it another --name"
+            )
+        for what, wanted in self._versions.items():
+            found = who.versions.get(what, "")
+            if found != wanted:
+                return (
+                    f"it has {what} {found or '(none)'}, and the job has {wanted}; install the "
+                    "same version on all hosts, since another may compute other bits"
+                )
+        return ""
+
+    def _join(self, peer: int, node: RemoteNode, joined: nodes.Joined) -> None:
+        if joined.script_digest != self._script_digest:
+            script = self._settings.script.target
+            why = (
+                f"its {script} has other contents than the coordinator's; copy one version to all "
+                "hosts"
+            )
+            self._refuse(peer, node.who, why)
+            self._lost(peer, why)
+        elif not node.joined:
+            node.joined = True
+            who = node.who
+            self._fleet.joined(node.number, who.host, who.domain, self._nproc_per_node)
+
+    def _refuse(self, peer: int, who: nodes.Register, why: str) -> None:
+        text = f"agent {who.name} on host {who.host} is refused: {why}"
+        self._note(f"refused-{who.name}", text)
+        self._hub.send(peer, nodes.Refuse(text=f"refused by the coordinator: {why}"))
+        self._hub.drop(peer, why)
+
+    # ------------------------------------------------------------ ends
+
+    def _failed(self, peer: int, node: RemoteNode, failed: nodes.Failed) -> None:
+        text = f"its agent failed: {failed.text}"
+        if self._must_start and not node.joined:
+            error = UserError(failed.text)
+            error.exit_code = failed.exit_code
+            self._fleet.failed(error)
+        self._hub.drop(peer, text)
+        self._lost(peer, text)
+
+    def _lost(self, peer: int, why: str) -> None:
+        node = self._nodes.pop(peer, None)
+        if node is None:
+            return
+        node.gone.set()
+        if not self._fleet.ended.done():
+            cause = Cause(kind=CauseKind.NODE, text=why, signature="node lost")
+            self._fleet.lost(node.number, cause)
+
+    def _dismiss(self, peer: int, why: str) -> None:
+        node = self._nodes.pop(peer, None)
+        if node is not None:
+            node.gone.set()
+        self._hub.drop(peer, why)
+
+    def _stranger(self, address: str, why: str) -> None:
+        self._note(f"stranger-{address}", f"a connection from {address} was refused: {why}")
+
+    def _note(self, key: str, text: str) -> None:
+        fields = {"key": key, "text": text, "rank": None}
+        self._fleet.record(Record(event="note", fields=fields))
+
+
+def _same_process(one: nodes.Register, other: nodes.Register) -> bool:
+    return (one.boot_id, one.pid) == (other.boot_id, other.pid)
+
+
+def _tell(berth: Berth, message: nodes.FromNode) -> None:
+    """Hand the owner what its node tells."""
+    match message:
+        case nodes.Said(rank=rank, incarnation=incarnation, message=said):
+            berth.said(rank, incarnation, said)
+        case nodes.Died(rank=rank, incarnation=incarnation, cause=cause):
+            berth.died(rank, incarnation, cause, before_kill=message.before_kill)
+        case nodes.Output(rank=rank, incarnation=incarnation, stream=stream, line=line):
+            berth.output(rank, incarnation, stream, line)
+        case nodes.Silent(evidence=evidence):
+            berth.silent(evidence)
+        case nodes.Looked(evidence=evidence):
+            berth.looked(evidence)
+        case nodes.Shown():
+            berth.shown(message)
+        case nodes.Note(key=key, text=text):
+            berth.note(key, text)
+        case _ if isinstance(message, nodes.CopyNews):
+            berth.copy_news(message)

@@ -1,0 +1,296 @@
+"""The agent's shelf: copies of ranks' states in shared memory, of its own ranks and of neighbours'.
+
+Theory of operation. A job has one directory in /dev/shm. Each copy is a file there, made by open,
+posix_fallocate and mmap (a sparse file on a full tmpfs would kill its writer with SIGBUS), and
+named by node, rank and incarnation. A worker or a transfer writes the bytes; then the agent writes
+the manifest beside them, under its final name by a rename. A copy is complete when its manifest is
+there and not before; so a copy whose writer died is nothing, and is given away.
+
+Each rank has up to two copies. A new one takes the place of the older, and only when that is no
+longer needed: not while it is read, and not before everybody has acknowledged a newer step. The
+manifest goes first, so that no manifest ever stands beside bytes that are being overwritten. The
+newest complete copy is never touched. A new incarnation never gets an area of an older one while
+that may still be written: its writer may only have been slow.
+
+A restarted agent takes over every copy of its job that no living agent holds (`shelf_files`). The
+start of another job removes (`sweep`) what no living job holds; between an agent's death and its
+return this may cost the copies, and never gives a wrong one.
+
+What it doesn't know: who writes, where a copy goes next, which step is needed. One thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+from everstep import snapshot
+from everstep.agent.budget import Budget
+from everstep.agent.shelf_files import (
+    PREFIX,
+    Area,
+    alone,
+    create_locked,
+    enter,
+    remove,
+    sweep,
+    take,
+)
+from everstep.errors import EverstepError, UserError
+from everstep.snapshot import Manifest, SnapshotError
+
+_AREA = re.compile(r"n(\d{1,9})-r(\d{1,9})\.(\d{1,9})-(\d{1,9})")
+_COPIES = 2
+
+__all__ = ["Area", "Shelf", "StillNeeded", "sweep"]
+
+
+class StillNeeded(EverstepError):
+    """There is no area for a new copy: those of the rank are read, or not yet acknowledged by all.
+    The step goes on without a copy, or waits."""
+
+
+class Shelf:
+    """The copies that one agent keeps. One thread; no call waits for anybody.
+
+    `budget`: what copies may take beside what lies in shared memory already."""
+
+    def __init__(self, shm_dir: Path, run_id: str, node: int, budget: Budget) -> None:
+        """Takes over what an agent of the same job left here. Raises UserError when the directory
+        can't be made."""
+        self.node = node
+        self.directory = shm_dir / (PREFIX + run_id)
+        try:
+            self._lock: int | None = enter(self.directory)
+        except OSError as error:
+            raise _refusal(self.directory, error) from error
+        self._areas: dict[int, list[Area]] = {}
+        self._made = 0
+        self.adopted = self._adopt()
+        """The complete copies that were found at the start, and are kept now."""
+        self._budget = budget.plus(self.nbytes)
+
+    # ------------------------------------------------------------ writing
+
+    def begin(self, *, rank: int, incarnation: int, nbytes: int, acknowledged: int = -1) -> Area:
+        """An area of `nbytes` bytes for a new copy of `rank`, written by `incarnation` (a transfer
+        writes for the incarnation that it copies).
+
+        `acknowledged`: the newest step that all who need it hold; complete copies of that step and
+        newer ones stay. A copy of the same rank that is under way is given up. Raises StillNeeded,
+        and UserError with the numbers where the budget or the memory is spent."""
+        for area in [area for area in self._of(rank) if area.under_way]:
+            self._discard(area)
+        complete = self.complete(rank)
+        old = [a for a in complete[1:] if a.step < acknowledged and not a.users]
+        if len(complete) - len(old) >= _COPIES:
+            said = " and ".join(f"step {area.step}" for area in complete)
+            raise StillNeeded(
+                f"no room for another copy of rank {rank} on node {self.node}: {said} are being "
+                f"read or not yet acknowledged (all hold step {acknowledged})"
+            )
+        for area in old:
+            area.manifest_path.unlink(missing_ok=True)
+            area.manifest = None
+        reusable = [a for a in self._of(rank) if self._fits(a, incarnation, nbytes)]
+        for other in [a for a in self._of(rank) if a.manifest is None and a not in reusable[:1]]:
+            self._forget(other)
+        area = reusable[0] if reusable else self._make(rank, incarnation, nbytes)
+        area.under_way = True
+        return area
+
+    def commit(self, area: Area, manifest: Manifest) -> None:
+        """The copy in `area` is whole: write its manifest. From here on it is there for everybody,
+        and outlives its writer and this process.
+
+        Raises SnapshotError when `manifest` does not describe the area, and ValueError for an area
+        that is not being written. The digests are not looked at: the writer has just made them, or
+        the transfer has compared them."""
+        if not area.under_way or area not in self._of(area.rank):
+            raise ValueError(f"{area.path} is not being written")
+        if manifest.about.rank != area.rank:
+            raise SnapshotError(
+                f"the manifest of rank {manifest.about.rank} came for the copy of rank {area.rank}"
+            )
+        newest = self.newest(area.rank)
+        if newest is not None and manifest.about.step < newest.step:
+            raise SnapshotError(
+                f"a copy of rank {area.rank} at step {manifest.about.step} came after that of step "
+                f"{newest.step}"
+            )
+        with area.bytes() as view:
+            snapshot.check_header(view, snapshot.check(manifest))
+            if area.users > 1:
+                raise ValueError(f"{area.path} is still in its writer's hands")
+        draft = area.manifest_path.with_suffix(".draft")
+        draft.write_bytes(snapshot.encode(manifest))
+        draft.rename(area.manifest_path)
+        area.manifest, area.under_way = manifest, False
+
+    def abandon(self, area: Area) -> None:
+        """The writer of `area` is gone, or was told to stop. Its memory is given back once nobody
+        has it mapped. An area that is complete or already given up stays as it is."""
+        if area.under_way and area in self._of(area.rank):
+            self._discard(area)
+
+    def drop_from(self, rank: int, step: int) -> None:
+        """Give up the copies of `rank` at `step` and later: the step is done again."""
+        for area in [area for area in self.complete(rank) if area.step >= step]:
+            self._discard(area)
+
+    def go_back(self, step: int) -> None:
+        """All ranks go on from `step`: newer copies are of steps that will be done again."""
+        for area in [area for areas in self._areas.values() for area in areas]:
+            if area.manifest is None or area.step > step:
+                self._discard(area)
+
+    def drop(self, rank: int) -> None:
+        """Give up all copies of `rank`, which is kept elsewhere now; the memory of
+        those that are in use goes with their last user."""
+        for area in list(self._of(rank)):
+            self._discard(area)
+
+    # ------------------------------------------------------------ reading
+
+    def complete(self, rank: int) -> list[Area]:
+        """The complete copies of `rank`, the newest first."""
+        whole = [area for area in self._of(rank) if area.manifest is not None]
+        return sorted(whole, key=lambda area: (-area.step, -area.incarnation))
+
+    def newest(self, rank: int) -> Area | None:
+        """The newest complete copy of `rank`."""
+        return next(iter(self.complete(rank)), None)
+
+    def ranks(self) -> list[int]:
+        """Of which ranks there is a complete copy."""
+        return sorted(rank for rank in self._areas if self.complete(rank))
+
+    @property
+    def nbytes(self) -> int:
+        """What all areas take."""
+        return sum(area.nbytes for areas in self._areas.values() for area in areas)
+
+    # ------------------------------------------------------------ its end
+
+    def close(self, *, keep: bool = False) -> None:
+        """Let go of everything. With `keep` the copies stay for an agent that comes back; else they
+        are removed, and the directory with the last agent of the job. May be called twice."""
+        if self._lock is None:
+            return
+        for area in [area for areas in self._areas.values() for area in areas]:
+            if not keep:
+                area.manifest_path.unlink(missing_ok=True)
+                area.path.unlink(missing_ok=True)
+            area.give_up()
+        self._areas.clear()
+        lock, self._lock = self._lock, None
+        try:
+            if not keep and alone(lock):
+                remove(self.directory)
+        finally:
+            os.close(lock)
+
+    # ------------------------------------------------------------ inside
+
+    def _of(self, rank: int) -> list[Area]:
+        return self._areas.get(rank, [])
+
+    def _fits(self, area: Area, incarnation: int, nbytes: int) -> bool:
+        ours = area.node == self.node and area.incarnation == incarnation
+        return ours and area.manifest is None and area.nbytes == nbytes and not area.users
+
+    def _make(self, rank: int, incarnation: int, nbytes: int) -> Area:
+        self._budget.check(self.nbytes, nbytes, f"a copy of rank {rank} on node {self.node}")
+        self._made += 1
+        path = self.directory / f"n{self.node}-r{rank}.{incarnation}-{self._made}"
+        try:
+            fd = create_locked(path, nbytes)
+        except OSError as error:
+            raise _refusal(path, error) from error
+        area = Area(
+            path=path, node=self.node, rank=rank, incarnation=incarnation, nbytes=nbytes, fd=fd
+        )
+        self._areas.setdefault(rank, []).append(area)
+        return area
+
+    def _discard(self, area: Area) -> None:
+        """Away with it, manifest first."""
+        area.under_way = False
+        area.manifest_path.unlink(missing_ok=True)
+        self._forget(area)
+
+    def _forget(self, area: Area) -> None:
+        self._areas[area.rank].remove(area)
+        if not self._areas[area.rank]:
+            del self._areas[area.rank]
+        area.path.unlink(missing_ok=True)
+        area.give_up()
+
+    def _adopt(self) -> list[Area]:
+        """Take over the complete copies that no living agent holds, and remove what is incomplete.
+        Two of a rank stay, the newest."""
+        found = []
+        for path in sorted(self.directory.iterdir()):
+            match = _AREA.fullmatch(path.name)
+            if match is None:
+                continue
+            fd = take(path)
+            if fd is None:
+                continue
+            node, rank, incarnation, count = map(int, match.groups())
+            self._made = max(self._made, count)
+            area = Area(
+                path=path,
+                node=node,
+                rank=rank,
+                incarnation=incarnation,
+                nbytes=os.fstat(fd).st_size,
+                fd=fd,
+            )
+            area.manifest = _manifest_of(area)
+            self._areas.setdefault(rank, []).append(area)
+            if area.manifest is None:
+                self._discard(area)
+            else:
+                found.append(area)
+        for rank in list(self._areas):
+            for area in self.complete(rank)[_COPIES:]:
+                self._discard(area)
+                found.remove(area)
+        return found
+
+
+def _manifest_of(area: Area) -> Manifest | None:
+    """The manifest beside a file that was found, if it describes it. What is in the file has
+    outlived its agent, so that its bytes are as good as they were; whoever restores from them
+    compares the digests."""
+    try:
+        if area.manifest_path.stat().st_size > snapshot.MAX_MANIFEST_BYTES:
+            return None
+        manifest = snapshot.decode(area.manifest_path.read_bytes())
+        if manifest.about.rank != area.rank:
+            return None
+        if manifest.nbytes != area.nbytes:
+            return None
+        with area.bytes() as view:
+            snapshot.check_header(view, snapshot.check(manifest))
+    except (FileNotFoundError, SnapshotError):
+        return None  # it was not complete when its agent died
+    return manifest
+
+
+def _refusal(path: Path, error: OSError) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        space = os.statvfs(path.parent)
+        free = space.f_bavail * space.f_frsize
+        return UserError(
+            f"{path.parent} has {free} bytes free, too few for another copy; give it more (`mount "
+            "-o remount,size=...`; `--shm-size` in docker), keep fewer copies, or spread the state "
+            "over more nodes"
+        )
+    return UserError(
+        f"{path}: {error.strerror or error}; copies of the ranks' states are kept there; make it "
+        "writable, or name another directory in memory with EVERSTEP_SHM_DIR"
+    )

@@ -1,0 +1,300 @@
+"""The messages between the coordinator and the agents of nodes, as msgspec structs.
+
+Two directions: coordinator to agent (`ToNode`) and agent to coordinator (`FromNode`). What goes to
+or comes from a worker is carried in `Tell` and `Said` as it is; the worker's identity stands beside
+it, since many share the connection. An agent says `Register` first, is answered by `Welcome` or
+`Refuse`, and takes part in the job once it has said `Joined`. The end of the connection is the end
+of its part: it kills its workers, and may register anew, as another node. Times in what an agent
+forwards are on the coordinator's monotonic clock: the agent translates (agent/clocks.py)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.core.hang import Evidence
+from everstep.types import Cause
+from everstep.wire.bulk import Offer
+from everstep.wire.messages import FromWorker, Message, ScriptSpec, ToWorker, WorkerSpec
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be the same on every node of a job. `hash_seed`: PYTHONHASHSEED of all workers.
+    `runner`, `preload`: what zygotes run and import, as `agent.zygote.ZygotePlan` has them. The
+    others are the settings of these names."""
+
+    run_id: str
+    script: ScriptSpec
+    hash_seed: str
+    watch: bool
+    stopped_timeout_s: float
+    hang_timeout_s: float
+    first_step_timeout_s: float
+    section_timeout_s: float
+    runner: str
+    preload: tuple[str, ...]
+
+
+# ---------------------------------------------------------------- coordinator -> agent
+
+
+class Welcome(Message):
+    """The node has its number. `clock_s`: the coordinator's monotonic clock when it wrote this,
+    `boot_id` of its host: on one host there is one clock."""
+
+    node: int
+    settings: NodeSettings
+    clock_s: float
+    boot_id: str
+
+
+class Refuse(Message):
+    """The node can not take part; `text` says why and what to do."""
+
+    text: str
+
+
+class Launch(Message):
+    """Fork a worker after `delay_s`. The paths in `spec` are the agent's to choose."""
+
+    spec: WorkerSpec
+    environment: dict[str, str]
+    delay_s: float
+
+
+class Kill(Message):
+    """SIGKILL a worker's whole session."""
+
+    rank: int
+    incarnation: int
+    why: str
+
+
+class Tell(Message):
+    """A message for a worker."""
+
+    rank: int
+    incarnation: int
+    message: ToWorker
+
+
+class Look(Message):
+    """Say what your workers show: `Looked`."""
+
+
+class Inspect(Message):
+    """Have your workers show their stacks: `Shown`, within a second or two."""
+
+
+class Finish(Message):
+    """The job is over: end all workers, say `Gone`, and leave with `exit_code`. `terminate`: by
+    SIGTERM first. `wait_s`: how long they may take to end by themselves. A second one, with 0,
+    makes haste."""
+
+    terminate: bool
+    wait_s: float
+    exit_code: int
+
+
+class Cut(Message):
+    """A fault on purpose: end by SIGKILL. `whole`: all processes of the node at once, as if the
+    power were cut; else the agent alone."""
+
+    whole: bool
+
+
+class Keepers(Message):
+    """Which node keeps the copies of which rank, beside the rank's own. Copies of other ranks stay
+    where they are made."""
+
+    keepers: dict[int, int]
+
+
+class Take(Message):
+    """Fetch a copy that another node offers, and keep it. `incarnation`: of its writer."""
+
+    incarnation: int
+    manifest: bytes
+    offer: Offer
+
+
+class Secured(Message):
+    """The keeper of your rank has the copy of `step`."""
+
+    rank: int
+    incarnation: int
+    step: int
+
+
+class Lend(Message):
+    """Offer the copy of `rank` at `step` to node `to`."""
+
+    rank: int
+    incarnation: int
+    step: int
+    to: int
+
+
+class Missing(Message):
+    """Nobody has the copy that was sought."""
+
+    rank: int
+    step: int
+
+
+CopyOrder = Keepers | Take | Secured | Lend | Missing
+
+ToNode = Welcome | Refuse | Launch | Kill | Tell | Look | Inspect | Finish | Cut | CopyOrder
+
+# ---------------------------------------------------------------- agent -> coordinator
+
+
+class Register(Message):
+    """A node offers itself. `host`: the machine's name. `address`: at which its workers listen.
+    `domain`: its failure domain, "" where that is only the host. `versions`: of everstep, torch and
+    Python. `name`: of the agent; two that live may not share it. `pid`, `boot_id`: of its process,
+    so that one that comes back is known."""
+
+    name: str
+    host: str
+    address: str
+    domain: str
+    pid: int
+    boot_id: str
+    versions: dict[str, str]
+
+
+class Joined(Message):
+    """The node has imported what the script imports and is ready to fork. `script_digest`: of the
+    script's text as it is here, "" for a module."""
+
+    script_digest: str
+
+
+class Said(Message):
+    """What a worker said."""
+
+    rank: int
+    incarnation: int
+    message: FromWorker
+
+
+class Died(Message):
+    """A worker is gone, its session killed and reaped."""
+
+    rank: int
+    incarnation: int
+    cause: Cause
+    before_kill: bool
+
+
+class Output(Message):
+    """A line that a worker printed. `stream`: "stdout" or "stderr"."""
+
+    rank: int
+    incarnation: int
+    stream: str
+    line: str
+
+
+class Silent(Message):
+    """Some worker here has been silent for longer than it may; `evidence` is of all that live
+    here."""
+
+    evidence: tuple[Evidence, ...]
+
+
+class Looked(Message):
+    """The answer to `Look`."""
+
+    evidence: tuple[Evidence, ...]
+
+
+class Shown(Message):
+    """The answer to `Inspect`. `answers`: rank to the stacks it showed, "" where none came in time;
+    `unable`: rank to why it was not asked."""
+
+    evidence: tuple[Evidence, ...] = ()
+    answers: dict[int, str] = msgspec.field(default_factory=dict)
+    unable: dict[int, str] = msgspec.field(default_factory=dict)
+
+
+class Note(Message):
+    """Something a person should know."""
+
+    key: str
+    text: str
+
+
+class Offered(Message):
+    """A copy is lent to node `to`. `incarnation`: of its writer."""
+
+    rank: int
+    incarnation: int
+    manifest: bytes
+    offer: Offer
+    to: int
+
+
+class Took(Message):
+    """A copy of `rank` at `step` is complete on this node. `incarnation`: of its writer."""
+
+    rank: int
+    incarnation: int
+    step: int
+
+
+class Untaken(Message):
+    """A copy that was offered could not be fetched; `text` says why."""
+
+    rank: int
+    incarnation: int
+    step: int
+    text: str
+
+
+class Seek(Message):
+    """A process of `rank` here needs the copy of `step`, which this node does not have."""
+
+    rank: int
+    incarnation: int
+    step: int
+
+
+class Lack(Message):
+    """The copy that was to be lent to node `to` is not here."""
+
+    rank: int
+    incarnation: int
+    step: int
+    to: int
+
+
+CopyNews = Offered | Took | Untaken | Seek | Lack
+
+
+class Failed(Message):
+    """The agent can not go on; `text` says why. `exit_code`: 2 where a person must change
+    something."""
+
+    text: str
+    exit_code: int
+
+
+class Gone(Message):
+    """All workers have ended and nothing of them is left; the connection ends now."""
+
+
+FromNode = (
+    Register
+    | Joined
+    | Said
+    | Died
+    | Output
+    | Silent
+    | Looked
+    | Shown
+    | Note
+    | CopyNews
+    | Failed
+    | Gone
+)

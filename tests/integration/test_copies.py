@@ -1,0 +1,98 @@
+"""Shards that no other rank holds, kept by copies in memory: processes and whole nodes die, and no
+step is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.joblab import SCRIPTS, Result, assert_same_run, assert_survived, run_script
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS = SCRIPTS / "layouts.py"
+STEPS = 12
+
+
+def _run(folder: Path, layout: str, *faults: str, nproc: int, **settings: Any) -> Result:
+    arguments = (layout, "--steps", str(STEPS))
+    options = {"copies": "sync", **settings}
+    return run_script(folder, *arguments, script=LAYOUTS, nproc=nproc, faults=faults, **options)
+
+
+def _assert_kept(folder: Path, layout: str, *faults: str, nproc: int, **settings: Any) -> Result:
+    clean = _run(folder / "clean", layout, nproc=nproc, **settings)
+    result = _run(folder / "faulted", layout, *faults, nproc=nproc, **settings)
+    assert_same_run(clean, result)
+    assert_survived(result, *faults)
+    return result
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp-keep", "fsdp-mixed", "zero"])
+def test_a_process_dies_that_alone_held_its_shard(layout: str, tmp_path: Path) -> None:
+    faults = (
+        "kill:rank=1,step=2,at=backward",
+        "segv:rank=0,step=4,at=optimizer",
+        "kill:rank=2,step=6,at=fence",
+        "raise:rank=1,step=8,at=optimizer",
+        "kill:rank=2,step=10,at=commit",
+        "kill:rank=0,step=11,at=between",
+    )
+    result = _assert_kept(tmp_path, layout, *faults, nproc=3)
+    assert "memory" in {record["state_from"] for record in result.closed}
+
+
+def test_a_step_that_some_had_committed_is_not_made_twice(tmp_path: Path) -> None:
+    """The first step, where nothing can be undone, and all processes of the job at once."""
+    faults = (
+        "kill:rank=0,step=1,at=commit",
+        *(f"kill:rank={rank},step=6,at=commit" for rank in range(3)),
+    )
+    _assert_kept(tmp_path, "fsdp", *faults, nproc=3)
+
+
+def test_a_corrupt_copy_is_never_trained_on(tmp_path: Path) -> None:
+    """Bits that flip in shared memory: the receipt fails, twice, and the job says so."""
+    spoiled: list[Path] = []
+
+    def spoil(record: dict[str, Any]) -> None:
+        if record["event"] == "stopped" and not spoiled:
+            for folder in Path("/dev/shm").glob("everstep-copies-*"):
+                for path in folder.glob("n0-r1.1-*"):
+                    if path.suffix != ".json":
+                        data = bytearray(path.read_bytes())
+                        data[-40_000] ^= 1
+                        path.write_bytes(data)
+                        spoiled.append(path)
+
+    arguments = ("fsdp", "--steps", str(STEPS))
+    result = run_script(
+        tmp_path,
+        *arguments,
+        script=LAYOUTS,
+        nproc=2,
+        faults=("kill:rank=1,step=5",),
+        on_record=spoil,
+        copies="sync",
+    )
+    assert spoiled
+    assert result.exit_code != 0
+    assert "corrupt in bytes" in result.text
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_node_dies_and_a_spare_takes_its_shards(nproc: int, tmp_path: Path) -> None:
+    faults = ("node:index=1,step=4", "kill:rank=0,step=7,at=optimizer", "node:index=0,step=9")
+    result = _assert_kept(
+        tmp_path, "fsdp", *faults, nproc=nproc, local_nodes=3 - nproc // 2, spares=2
+    )
+    assert [record["rung"] for record in result.closed].count("replace") == 2
+
+
+def test_without_copies_the_shards_of_a_node_are_lost_by_name(tmp_path: Path) -> None:
+    result = _run(
+        tmp_path, "fsdp", "node:index=1,step=4", nproc=1, local_nodes=2, spares=1, copies="off"
+    )
+    assert result.exit_code != 0
+    assert "--copies sync" in result.text

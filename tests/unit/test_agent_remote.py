@@ -1,0 +1,280 @@
+"""Registration: who becomes a node of the job, who is refused, and how a node's part ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from everstep.agent import clocks
+from everstep.agent.fleet import Fleet
+from everstep.agent.remote import Registry, RemoteNode
+from everstep.types import Cause, Record
+from everstep.wire import nodes
+from everstep.wire.messages import Commit, ScriptSpec
+from everstep.wire.network import Link
+from everstep.wire.secret import make_secret
+
+VERSIONS = {"everstep": "1.0", "torch": "2.13.0", "Python": "3.11.7"}
+SETTINGS = nodes.NodeSettings(
+    run_id="r",
+    script=ScriptSpec(target="train.py", module=False, args=()),
+    hash_seed="1",
+    watch=True,
+    stopped_timeout_s=1.0,
+    hang_timeout_s=1.0,
+    first_step_timeout_s=1.0,
+    section_timeout_s=1.0,
+    runner="a:b",
+    preload=(),
+)
+
+
+class FleetOnPaper:
+    """A fleet that only writes down."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.exit_code = 0
+        self.nodes: dict[int, RemoteNode] = {}
+        self.told: list[tuple[Any, ...]] = []
+
+    def add(self, number: int, node: RemoteNode) -> None:
+        self.nodes[number] = node
+
+    def berth(self, number: int) -> Any:
+        fleet = self
+
+        class Berth:
+            def said(self, rank: int, incarnation: int, message: Any) -> None:
+                fleet.told.append(("said", number, rank, incarnation, message))
+
+        return Berth()
+
+    def joined(self, number: int, host: str, domain: str, ranks: int) -> None:
+        self.told.append(("joined", number, host, domain, ranks))
+
+    def lost(self, number: int, cause: Cause) -> None:
+        self.told.append(("lost", number, cause.text))
+
+    def record(self, record: Record, *, shown: bool = True) -> None:
+        if record.event == "note":
+            self.told.append(("note", record.fields["text"]))
+
+    def failed(self, error: BaseException) -> None:
+        self.told.append(("failed", str(error)))
+
+
+class Agent:
+    """The other end of a connection."""
+
+    def __init__(self, case: Case) -> None:
+        self.heard: list[nodes.ToNode] = []
+        self.losses: list[str] = []
+        self.joined = asyncio.Event()
+        self.link: Link[nodes.ToNode] = Link(
+            host="127.0.0.1",
+            port=case.registry.port,
+            secret=case.secret,
+            receives=nodes.ToNode,
+            on_joined=self.joined.set,
+            on_message=self.heard.append,
+            on_lost=self.losses.append,
+            on_waiting=lambda _: None,
+        )
+
+    async def register(self, name: str = "a", pid: int = 7, **more: Any) -> None:
+        await asyncio.wait_for(self.joined.wait(), 10)
+        fields: dict[str, Any] = {"versions": VERSIONS, "domain": "", "boot_id": "b", **more}
+        self.link.send(nodes.Register(name=name, host="h", address="1.2.3.4", pid=pid, **fields))
+        await until(lambda: bool(self.heard))
+
+
+class Case:
+    """A registry on loopback, and its agents."""
+
+    def __init__(self) -> None:
+        self.secret = make_secret()
+        self.fleet = FleetOnPaper()
+        self.registry = Registry(
+            cast(Fleet, self.fleet),
+            host="127.0.0.1",
+            ports=range(1),
+            secret=self.secret,
+            lease_s=2.0,
+            settings=SETTINGS,
+            versions=VERSIONS,
+            script_digest="d",
+            nproc_per_node=2,
+            must_start=False,
+        )
+        self.agents: list[Agent] = []
+
+    def agent(self) -> Agent:
+        self.agents.append(Agent(self))
+        return self.agents[-1]
+
+    async def until_told(self, *begin: Any) -> tuple[Any, ...]:
+        def found() -> list[tuple[Any, ...]]:
+            return [each for each in self.fleet.told if each[: len(begin)] == begin]
+
+        await until(lambda: bool(found()))
+        return found()[0]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def play(act: Callable[[Case], Awaitable[None]]) -> None:
+    async def run() -> None:
+        case = Case()
+        try:
+            await act(case)
+        finally:
+            for agent in case.agents:
+                agent.link.close()
+            case.registry.close()
+
+    asyncio.run(run())
+
+
+def test_a_node_joins_once_it_can_fork_and_is_lost_with_its_connection() -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register(domain="rack=1")
+        (welcome,) = agent.heard
+        assert isinstance(welcome, nodes.Welcome)
+        assert (welcome.node, welcome.settings) == (0, SETTINGS)
+        assert not case.fleet.told
+        agent.link.send(nodes.Joined(script_digest="d"))
+        assert await case.until_told("joined") == ("joined", 0, "h", "rack=1", 2)
+        said = Commit(generation=1, step=2, t=3.0, log={}, record=None)
+        agent.link.send(nodes.Said(rank=1, incarnation=4, message=said))
+        assert await case.until_told("said") == ("said", 0, 1, 4, said)
+        agent.link.close()
+        lost = await case.until_told("lost", 0)
+        assert "left" in lost[2]
+        assert case.fleet.nodes[0].gone.is_set()
+
+    play(act)
+
+
+@pytest.mark.parametrize("what", list(VERSIONS))
+def test_another_version_is_refused_by_name_at_both_ends(what: str) -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register(name="old", versions=VERSIONS | {what: "0.1"})
+        (refuse,) = agent.heard
+        assert isinstance(refuse, nodes.Refuse)
+        assert f"it has {what} 0.1, and the job has {VERSIONS[what]}" in refuse.text
+        (note,) = case.fleet.told
+        assert note[1].startswith("agent old on host h is refused: it has")
+        await until(lambda: bool(agent.losses))
+        assert not case.fleet.nodes
+
+    play(act)
+
+
+def test_another_script_is_refused() -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register()
+        agent.link.send(nodes.Joined(script_digest="other"))
+        await until(lambda: len(agent.heard) == 2)
+        assert isinstance(agent.heard[1], nodes.Refuse)
+        assert "train.py has other contents" in agent.heard[1].text
+        assert not any(told[0] == "joined" for told in case.fleet.told)
+
+    play(act)
+
+
+def test_a_name_is_for_one_living_agent() -> None:
+    async def act(case: Case) -> None:
+        first, second = case.agent(), case.agent()
+        await first.register(name="n", pid=1)
+        await second.register(name="n", pid=2)
+        (refuse,) = second.heard
+        assert isinstance(refuse, nodes.Refuse)
+        assert "node 0 on host h (process 1) has that name already" in refuse.text
+        assert not first.losses
+
+    play(act)
+
+
+def test_an_agent_that_comes_again_ends_its_own_old_node() -> None:
+    async def act(case: Case) -> None:
+        first, again = case.agent(), case.agent()
+        await first.register(name="n", pid=1)
+        await again.register(name="n", pid=1)
+        (welcome,) = again.heard
+        assert isinstance(welcome, nodes.Welcome)
+        assert welcome.node == 1
+        assert "come again" in (await case.until_told("lost", 0))[2]
+        await until(lambda: bool(first.losses))
+
+    play(act)
+
+
+def test_a_node_that_is_dismissed_is_hung_up_on_and_nothing_it_says_counts() -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register()
+        agent.link.send(nodes.Joined(script_digest="d"))
+        await case.until_told("joined")
+        case.fleet.nodes[0].dismiss("another has its place")
+        await until(lambda: bool(agent.losses))
+        assert "another has its place" in agent.losses[0]
+        assert not any(told[0] == "lost" for told in case.fleet.told)
+
+    play(act)
+
+
+def test_after_the_end_nobody_joins() -> None:
+    async def act(case: Case) -> None:
+        case.fleet.ended.set_result(None)
+        agent = case.agent()
+        await agent.register()
+        (refuse,) = agent.heard
+        assert isinstance(refuse, nodes.Refuse)
+        assert "the job is over" in refuse.text
+
+    play(act)
+
+
+def test_a_close_waits_until_the_node_is_gone() -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register()
+        case.fleet.exit_code = 3
+        closing = asyncio.create_task(case.fleet.nodes[0].close(terminate=True, wait_s=5.0))
+        await until(lambda: len(agent.heard) == 2)
+        assert agent.heard[1] == nodes.Finish(terminate=True, wait_s=5.0, exit_code=3)
+        assert not closing.done()
+        agent.link.send(nodes.Gone())
+        await asyncio.wait_for(closing, 10)
+
+    play(act)
+
+
+def test_one_that_fails_before_it_has_joined_is_lost_with_its_words() -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register()
+        agent.link.send(nodes.Failed(text="no room", exit_code=2))
+        assert (await case.until_told("lost", 0))[2] == "its agent failed: no room"
+
+    play(act)
+
+
+def test_times_are_moved_to_the_coordinators_clock() -> None:
+    moved_s = clocks.offset(10.0, 12.0, 111.0)
+    assert moved_s == 100.0
+    commit = Commit(generation=1, step=2, t=3.0, log={}, record=None)
+    moved = clocks.message(commit, moved_s)
+    assert isinstance(moved, Commit)
+    assert moved.t == 103.0

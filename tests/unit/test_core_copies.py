@@ -1,0 +1,369 @@
+"""Who needs copies, where they are, and what the coordinator makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.core_driver import Driver
+from tests.unit.test_core_nodes import OnNodes
+
+from everstep.core import actions as do
+from everstep.core import events as ev
+from everstep.core.copies import CopyTable, need_copies
+from everstep.types import Decision, Rung
+
+# -------------------------------------------------------------------- who needs them
+
+
+@pytest.mark.parametrize(
+    ("shards", "per_place", "needed"),
+    [
+        ("abcd", 1, {0, 1, 2, 3}),  # full shard
+        ("aaaa", 1, set()),  # replicas
+        ("aabb", 1, set()),  # HSDP, on one machine
+        ("aabb", 2, {0, 1, 2, 3}),  # its replicas lie on one node each
+        ("abab", 2, set()),  # across nodes
+        ("aaab", 1, {3}),
+        ("aaab", 2, {3}),
+        ("a", 1, {0}),
+        ("", 1, set()),
+    ],
+)
+def test_who_lies_in_one_place_only_needs_copies(
+    shards: str, per_place: int, needed: set[int]
+) -> None:
+    assert need_copies(dict(enumerate(shards)), lambda rank: rank // per_place) == needed
+
+
+# -------------------------------------------------------------------- the table
+
+
+def test_the_newest_two_steps_are_known() -> None:
+    table = CopyTable()
+    for step in (1, 2, 3):
+        table.kept(0, step, node=0)
+    assert sorted(table.steps(0)) == [2, 3]
+    table.kept(0, 3, node=4)
+    assert table.nodes(0, 3) == [0, 4]
+    assert table.nodes(0, 1) == []
+    assert table.nodes(7, 3) == []
+    assert list(table.steps(7)) == []
+
+
+def test_a_lost_node_takes_its_copies_with_it() -> None:
+    table = CopyTable()
+    for rank, step, node in [(0, 4, 0), (0, 4, 1), (0, 5, 0), (1, 4, 1)]:
+        table.kept(rank, step, node)
+    before = table.version
+    table.lose(0)
+    assert table.version != before
+    assert list(table.steps(0)) == [4]
+    assert table.nodes(0, 4) == [1]
+    table.lose(1)
+    assert not list(table.steps(0))
+    assert not list(table.steps(1))
+    assert table.by_shard({0: "a", 1: "b"}) == {}
+
+
+def test_what_is_done_again_is_forgotten() -> None:
+    table = CopyTable()
+    for step in (4, 5):
+        table.kept(0, step, node=0)
+    table.cut(4)
+    assert list(table.steps(0)) == [4]
+    table.kept(0, 5, node=0)
+    assert sorted(table.steps(0)) == [4, 5]
+
+
+def test_a_shard_is_there_at_a_step_when_all_its_ranks_are() -> None:
+    table = CopyTable()
+    shards = {0: "a", 1: "a", 2: "b"}
+    assert table.by_shard(shards) == {}
+    for rank, steps in {0: (4, 5), 1: (5,), 2: (4,)}.items():
+        for step in steps:
+            table.kept(rank, step, node=0)
+    assert table.by_shard(shards) == {"a": {5}, "b": {4}}
+    assert table.by_shard({**shards, 3: "b"}) == {"a": {5}}
+
+
+# -------------------------------------------------------------------- on one node
+
+
+class Alone(Driver):
+    """One node, a shard on each rank."""
+
+    def __init__(self, world_size: int = 3, **policy: Any) -> None:
+        super().__init__(world_size, copies=True, **policy)
+
+    def protect(self, rank: int, manifest: str = "m", **digests: str) -> list[do.Action]:
+        digests = digests or {"w": "ab" * 8}
+        return self.tell(
+            ev.Protected(**self.who(rank), shard=f"s{rank}", manifest=manifest, digests=digests)
+        )
+
+    def copied(self, rank: int, step: int, node: int = 0) -> None:
+        self.tell(ev.Copied(**self.who(rank), step=step, node=node))
+
+    def run_to(self, step: int, first: int = 1) -> None:
+        for number in range(first, step + 1):
+            for rank in self.ranks:
+                self.copied(rank, number)
+            for rank in self.ranks:
+                self.commit(rank, number)
+
+    def park(self, rank: int, committed: int, **more: Any) -> list[do.Action]:
+        return super().park(rank, committed, **{"shard": f"s{rank}", **more})
+
+
+def test_ranks_are_told_who_copies() -> None:
+    d = Alone()
+    d.set_up()
+    (go,) = d.got(do.SendGo, everything=True)
+    assert go.copied == {0, 1, 2}
+    assert d.got(do.SendKeepers, everything=True) == []
+    off = Driver(3)
+    off.set_up()
+    (go,) = off.got(do.SendGo, everything=True)
+    assert go.copied == frozenset()
+
+
+def test_a_dead_rank_takes_its_copy() -> None:
+    d = Alone()
+    d.running(4)
+    d.copied(1, 5)  # of the step that it died in: not every rank has one
+    d.die(1)
+    d.park(0, 4)
+    d.park(2, 4)
+    d.join(1)
+    (regroup,) = d.got(do.SendRegroup)
+    assert regroup.plan.step == 4
+    parts = regroup.plan.ranks
+    assert [part.copy for part in parts] == [False, True, False]
+    assert parts[1].decision is Decision.FETCH
+    assert parts[1].sources == ()
+    d.regroup()
+    assert d.coordinator.phase == "running"
+    d.run_to(5, first=5)
+    (closed,) = d.journal("incident_closed")
+    assert (closed["rung"], closed["steps_lost"]) == (Rung.RESPAWN, 0)
+
+
+def test_what_the_dead_had_committed_is_not_made_twice() -> None:
+    """All have a copy of step 5, since one has passed its fence."""
+    d = Alone()
+    d.running(4)
+    for rank in d.ranks:
+        d.copied(rank, 5)
+    d.commit(1, 5)
+    d.die(1)
+    d.park(0, 4, torn=True)
+    d.park(2, 4)
+    d.join(1)
+    (regroup,) = d.got(do.SendRegroup)
+    assert regroup.plan.step == 5
+    assert all(part.copy for part in regroup.plan.ranks)
+
+
+def test_all_processes_die_and_their_copies_are_left() -> None:
+    d = Alone()
+    d.running(4)
+    for rank in d.ranks:
+        d.die(rank)
+    assert d.coordinator.phase == "stopping"
+    for rank in d.ranks:
+        d.join(rank)
+    (regroup,) = d.got(do.SendRegroup)
+    assert regroup.plan.step == 4
+    assert all(part.copy for part in regroup.plan.ranks)
+
+
+def test_a_torn_rank_without_a_copy_of_the_step_ends_the_job() -> None:
+    d = Alone()
+    d.set_up()
+    for number in (1, 2):
+        for rank in d.ranks:
+            d.commit(rank, number)  # copies that nobody has told of
+    d.die(1)
+    for rank in (0, 2):
+        d.park(rank, 2)
+    assert d.ended.exit_code != 0
+    assert "was held only by processes that are gone (rank 1)" in d.ended.text
+
+
+def test_without_a_commit_there_is_nothing_to_go_back_to() -> None:
+    """Copies of the first step that not all have made count for nothing."""
+    d = Alone()
+    d.set_up()
+    d.copied(0, 1)
+    d.die(0)
+    assert d.coordinator.phase == "setting up"
+    assert d.coordinator.copies_of(0, 1) == []
+
+
+# -------------------------------------------------------------------- on several
+
+
+class Copied(OnNodes):
+    """Nodes of two ranks each, a shard on each rank; copies lie at home and at the keeper's."""
+
+    def __init__(self, nnodes: int = 2, spares: int = 1, **policy: Any) -> None:
+        super().__init__(nnodes, spares, shards=2 * nnodes, copies=True, **policy)
+        self.keepers: dict[int, int] = {}
+
+    def tell(self, event: ev.Event) -> list[do.Action]:
+        super().tell(event)
+        for order in self.got(do.SendKeepers):
+            self.keepers = order.keepers
+        return self.last
+
+    def copied(self, rank: int, step: int, *at: int) -> None:
+        for node in at or (self.node_of[rank], self.keepers[rank]):
+            self.tell(ev.Copied(**self.who(rank), step=step, node=node))
+
+    def run_to(self, step: int, first: int = 1) -> None:
+        for number in range(first, step + 1):
+            for rank in self.ranks:
+                self.copied(rank, number)
+            for rank in self.ranks:
+                self.commit(rank, number)
+
+
+def before(d: Driver, first: type[do.Action], then: type[do.Action]) -> bool:
+    kinds = [type(action) for action in d.last]
+    return kinds.index(first) < kinds.index(then)
+
+
+def test_keepers_are_named_before_the_first_step() -> None:
+    d = Copied()
+    d.gather()
+    d.set_up()
+    assert before(d, do.SendKeepers, do.SendGo)
+    assert d.one(do.SendGo).copied == set(d.ranks)
+    assert d.keepers == {0: 1, 1: 1, 2: 0, 3: 0}
+
+
+def test_keepers_lie_in_other_failure_domains() -> None:
+    d = Copied(nnodes=4, spares=0)
+    d.gather("r1", "r1", "r2", "r2")
+    d.set_up()
+    rack = {0: "r1", 1: "r1", 2: "r2", 3: "r2"}
+    for rank, keeper in d.keepers.items():
+        assert rack[d.node_of[rank]] != rack[keeper]
+
+
+def test_without_copies_nobody_is_named() -> None:
+    d = OnNodes(shards=4).gather()
+    d.set_up()
+    assert d.got(do.SendKeepers, everything=True) == []
+
+
+def test_a_lost_nodes_shards_come_from_their_keepers() -> None:
+    d = Copied()
+    d.at(4)
+    assert d.coordinator.copies_of(2, 4) == [0, 1]
+    d.lose(1)
+    assert d.coordinator.copies_of(2, 4) == [0]
+    d.parks(0, 1)
+    for rank in (2, 3):
+        d.join(rank)
+    plan = d.one(do.SendRegroup).plan
+    assert plan.step == 4
+    assert [part.copy for part in plan.ranks] == [False, False, True, True]
+    assert before(d, do.SendKeepers, do.SendRegroup)
+    assert d.keepers == {0: 2, 1: 2, 2: 0, 3: 0}, "the replacement keeps what the lost node kept"
+    d.regroup()
+    d.copied(2, 4, 2)  # fetched to the rank's new home
+    assert d.coordinator.copies_of(2, 4) == [0, 2]
+    d.run_to(5, first=5)
+    (closed,) = d.journal("incident_closed")
+    assert (closed["rung"], closed["steps_lost"]) == (Rung.REPLACE, 0)
+
+
+def test_both_nodes_of_a_copy_lost_end_the_job_by_name() -> None:
+    d = Copied(spares=2)
+    d.at(4)
+    d.lose(1)
+    d.lose(0)
+    assert d.ended.exit_code != 0
+    assert "the state of step 4 is lost" in d.ended.text
+
+
+def test_a_node_that_is_lost_before_its_shards_are_copied_again_ends_the_job() -> None:
+    """The spare has taken over, but holds no copy yet of what the other node has."""
+    d = Copied(spares=2)
+    d.at(4)
+    d.lose(1)
+    d.parks(0, 1)
+    d.join(2)
+    d.join(3)
+    d.regroup()
+    d.lose(0)
+    d.parks(2, 3)
+    assert d.ended.exit_code != 0
+    assert "'s0'" in d.ended.text
+    assert "'s1'" in d.ended.text
+
+
+def test_two_losses_one_after_the_other_lose_nothing() -> None:
+    d = Copied(spares=2)
+    d.at(4)
+    d.lose(1)
+    d.parks(0, 1)
+    d.recover(2, 3)
+    d.lose(0)
+    d.parks(2, 3, step=5)
+    d.join(0)
+    d.join(1)
+    plan = d.one(do.SendRegroup).plan
+    assert plan.step == 5
+    assert [part.copy for part in plan.ranks] == [True, True, False, False]
+
+
+def test_all_processes_of_a_node_die_and_its_agent_lives() -> None:
+    d = Copied()
+    d.at(4)
+    d.die(2)
+    d.die(3)
+    d.parks(0, 1)
+    for rank in (2, 3):
+        assert d.node_of[rank] == 1, "at home, where its copy is"
+        d.join(rank)
+    plan = d.one(do.SendRegroup).plan
+    assert [part.copy for part in plan.ranks] == [False, False, True, True]
+
+
+def test_the_copies_of_a_stopped_attempt_are_forgotten() -> None:
+    d = Copied()
+    d.at(4)
+    d.copied(0, 5)
+    d.copied(1, 5)
+    d.lose(1)
+    d.parks(0, 1)
+    d.join(2)
+    d.join(3)
+    assert d.coordinator.copies_of(0, 5) == []
+    assert d.coordinator.copies_of(0, 4) == [0]
+
+
+def test_what_a_lost_node_says_of_copies_counts_for_nothing() -> None:
+    d = Copied()
+    d.at(4)
+    d.lose(1)
+    d.copied(0, 4, 1)
+    assert d.coordinator.copies_of(0, 4) == [0]
+
+
+def test_replicas_across_nodes_need_no_copy_and_come_first() -> None:
+    """Ranks 0 and 2, 1 and 3 are replicas: nothing is copied."""
+    d = OnNodes(nnodes=2, spares=1, shards=2, copies=True).at(4)
+    (go,) = d.got(do.SendGo, everything=True)
+    assert go.copied == frozenset()
+    assert d.got(do.SendKeepers, everything=True) == []
+    d.lose(1)
+    d.parks(0, 1)
+    d.join(2)
+    d.join(3)
+    plan = d.one(do.SendRegroup).plan
+    assert [part.copy for part in plan.ranks] == [False] * 4
+    assert plan.ranks[2].sources == (0,)

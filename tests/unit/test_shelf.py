@@ -1,0 +1,399 @@
+"""The agent's shelf of copies in shared memory, and the budget for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep import snapshot
+from everstep.agent.budget import Budget, measure, size
+from everstep.agent.shelf import Area, Shelf, StillNeeded, sweep
+from everstep.errors import UserError
+from everstep.snapshot import About, Layout, Manifest, SnapshotError, Tensor
+
+PLENTY = Budget(limit_bytes=1 << 30)
+LAYOUT = Layout([Tensor(name="w", dtype="torch.uint8", item_bytes=1, shape=(1000,))])
+
+
+def fill(area: Area, step: int, rank: int | None = None) -> Manifest:
+    about = About(
+        run_id="run", rank=area.rank if rank is None else rank, world=8, shard="all", step=step
+    )
+    with area.bytes() as view:
+        return snapshot.write(view, LAYOUT, about, {"w": bytes([step % 256]) * 1000})
+
+
+def put(
+    shelf: Shelf, step: int, acknowledged: int = -1, rank: int = 0, incarnation: int = 1
+) -> Area:
+    area = shelf.begin(
+        rank=rank, incarnation=incarnation, nbytes=LAYOUT.nbytes, acknowledged=acknowledged
+    )
+    shelf.commit(area, fill(area, step))
+    return area
+
+
+def steps(shelf: Shelf, rank: int = 0) -> list[int]:
+    return [area.step for area in shelf.complete(rank)]
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Shelf]:
+    made = Shelf(tmp_path, "run", 3, PLENTY)
+    yield made
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_is_there_when_its_manifest_is(shelf: Shelf) -> None:
+    area = shelf.begin(rank=2, incarnation=5, nbytes=LAYOUT.nbytes)
+    assert area.path.name == "n3-r2.5-1"
+    assert area.path.parent.name == "everstep-copies-run"
+    assert area.path.stat().st_blocks * 512 >= LAYOUT.nbytes
+    manifest = fill(area, 4)
+    assert shelf.newest(2) is None
+    shelf.commit(area, manifest)
+    assert shelf.newest(2) is area
+    assert shelf.ranks() == [2]
+    with area.bytes() as view:
+        assert view.readonly
+        snapshot.verify(manifest, view)
+    assert snapshot.decode(area.manifest_path.read_bytes()) == manifest
+
+
+def test_two_areas_take_turns_and_the_newest_is_never_touched(shelf: Shelf) -> None:
+    first, second = put(shelf, 1), put(shelf, 2, acknowledged=1)
+    assert steps(shelf) == [2, 1]
+    third = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=2)
+    assert third is first
+    assert steps(shelf) == [2]
+    assert not first.manifest_path.exists()
+    shelf.commit(third, fill(third, 3))
+    assert steps(shelf) == [3, 2]
+    assert put(shelf, 4, acknowledged=3) is second
+    assert shelf.nbytes == 2 * LAYOUT.nbytes
+
+
+def test_the_newest_stays_whatever_is_said_to_be_acknowledged(shelf: Shelf) -> None:
+    put(shelf, 1)
+    put(shelf, 2)
+    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=99)
+    again = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=99)
+    assert again is not area  # the first was given up: its writer may still have it
+    assert steps(shelf) == [2]
+
+
+def test_what_is_not_acknowledged_stays(shelf: Shelf) -> None:
+    put(shelf, 1)
+    put(shelf, 2, acknowledged=0)
+    with pytest.raises(StillNeeded, match="step 2 and step 1 are being read or not yet ack"):
+        shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=1)
+    assert steps(shelf) == [2, 1]
+
+
+def test_what_is_read_stays(shelf: Shelf) -> None:
+    first = put(shelf, 1)
+    put(shelf, 2)
+    with first.bytes() as view:
+        with pytest.raises(StillNeeded):
+            shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=2)
+        assert view[-1] == 1
+    assert put(shelf, 3, acknowledged=2) is first
+
+
+def test_a_new_incarnation_never_writes_where_an_old_one_may(shelf: Shelf) -> None:
+    first = put(shelf, 1)
+    slow = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=1)
+    with slow.bytes() as zombie:
+        area = put(shelf, 2, acknowledged=1, incarnation=2)
+        zombie[:] = b"x" * len(zombie)  # the old writer wakes up
+        with area.bytes() as view:
+            assert area.manifest is not None
+            snapshot.verify(area.manifest, view)
+        with pytest.raises(ValueError, match="is not being written"):
+            shelf.commit(slow, fill_like(slow))
+    assert steps(shelf) == [2, 1]
+    third = put(shelf, 3, acknowledged=2, incarnation=2)
+    assert third.path not in (first.path, area.path, slow.path)
+    assert shelf.nbytes == 2 * LAYOUT.nbytes
+
+
+def fill_like(area: Area) -> Manifest:
+    about = About(run_id="run", rank=area.rank, world=8, shard="all", step=9)
+    data = memoryview(bytearray(LAYOUT.nbytes))
+    return snapshot.write(data, LAYOUT, about, {"w": bytes(1000)})
+
+
+def test_an_abandoned_copy_destroys_nothing(shelf: Shelf) -> None:
+    put(shelf, 1)
+    put(shelf, 2)
+    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=2)
+    shelf.abandon(area)
+    shelf.abandon(area)
+    assert steps(shelf) == [2]
+    assert not area.path.exists()
+
+
+def test_another_size_gets_another_area(shelf: Shelf) -> None:
+    first = put(shelf, 1)
+    put(shelf, 2)
+    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes + 5, acknowledged=2)
+    assert area is not first
+    assert not first.path.exists()
+    assert area.path.stat().st_size == LAYOUT.nbytes + 5
+
+
+def test_going_back_forgets_the_future(shelf: Shelf) -> None:
+    put(shelf, 1)
+    put(shelf, 2)
+    shelf.go_back(1)
+    assert steps(shelf) == [1]
+    put(shelf, 2, acknowledged=1)
+    assert steps(shelf) == [2, 1]
+
+
+def test_a_manifest_of_something_else_is_refused(shelf: Shelf) -> None:
+    put(shelf, 5)
+    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+    with pytest.raises(SnapshotError, match="manifest of rank 1 came"):
+        shelf.commit(area, fill(area, 6, rank=1))
+    with pytest.raises(SnapshotError, match="came after that of step 5"):
+        shelf.commit(area, fill(area, 4))
+    manifest = fill(area, 6)
+    with area.bytes() as view:
+        view[0] ^= 1
+    with pytest.raises(SnapshotError, match="header"):
+        shelf.commit(area, manifest)
+    manifest = fill(area, 6)
+    with area.bytes(), pytest.raises(ValueError, match="in its writer's hands"):
+        shelf.commit(area, manifest)
+    shelf.commit(area, manifest)
+
+
+def test_memory_goes_with_its_last_user(shelf: Shelf) -> None:
+    area = put(shelf, 1)
+    with area.bytes() as view:
+        shelf.drop(0)
+        assert shelf.ranks() == []
+        assert not area.path.exists()
+        assert view[-1] == 1
+        assert area.fd >= 0
+    assert area.fd == -1
+    with pytest.raises(ValueError, match="given up"), area.bytes():
+        pass
+
+
+def test_an_agent_that_comes_back_adopts_what_is_complete(tmp_path: Path) -> None:
+    before = Shelf(tmp_path, "run", 0, PLENTY)
+    put(before, 1, rank=4)
+    put(before, 2, rank=4)
+    put(before, 1, rank=5)
+    half = before.begin(rank=5, incarnation=1, nbytes=LAYOUT.nbytes)
+    before.close(keep=True)
+    half.path.write_bytes(b"half")
+    after = Shelf(tmp_path, "run", 7, Budget(limit_bytes=LAYOUT.nbytes))
+    assert sorted((area.rank, area.step) for area in after.adopted) == [(4, 1), (4, 2), (5, 1)]
+    assert steps(after, 4) == [2, 1]
+    assert not half.path.exists()
+    newest = after.newest(4)
+    assert newest is not None
+    assert newest.manifest is not None
+    with newest.bytes() as view:
+        snapshot.verify(newest.manifest, view)
+    area = put(after, 3, acknowledged=2, rank=4)  # the adopted ones are within the budget
+    assert area.path.name.startswith("n7-r4.1-")
+    after.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_agent_does_not_adopt_what_another_holds(tmp_path: Path) -> None:
+    one, other = Shelf(tmp_path, "run", 0, PLENTY), Shelf(tmp_path, "run", 1, PLENTY)
+    put(one, 1)
+    put(other, 1, rank=1)
+    third = Shelf(tmp_path, "run", 2, PLENTY)
+    assert third.adopted == []
+    third.close()
+    one.close()
+    assert other.ranks() == [1]
+    assert sweep(tmp_path) == []
+    assert other.newest(1) is not None
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["short", "torn", "text", "other"])
+def test_what_is_damaged_is_not_adopted(tmp_path: Path, damage: str) -> None:
+    before = Shelf(tmp_path, "run", 0, PLENTY)
+    area = put(before, 1)
+    before.close(keep=True)
+    match damage:
+        case "short":
+            os.truncate(area.path, 10)
+        case "torn":
+            area.path.write_bytes(bytes(LAYOUT.nbytes))
+        case "text":
+            area.manifest_path.write_bytes(b"{")
+        case "other":
+            manifest = snapshot.decode(area.manifest_path.read_bytes())
+            text = snapshot.encode(manifest).replace(b'"rank":0', b'"rank":1')
+            area.manifest_path.write_bytes(text)
+    after = Shelf(tmp_path, "run", 1, PLENTY)
+    assert after.adopted == []
+    assert after.ranks() == []
+    after.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_sweep_removes_what_no_living_job_holds(tmp_path: Path) -> None:
+    dead, living = Shelf(tmp_path, "dead", 0, PLENTY), Shelf(tmp_path, "living", 0, PLENTY)
+    put(dead, 1)
+    put(living, 1)
+    dead.close(keep=True)
+    (tmp_path / "everstep-run-3.2").write_bytes(b"a worker's file")
+    assert sweep(tmp_path) == ["everstep-copies-dead"]
+    assert steps(living) == [1]
+    living.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["everstep-run-3.2"]
+
+
+def test_a_sweep_that_comes_in_between_costs_one_more_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Shelf(tmp_path, "run", 0, PLENTY).close(keep=True)
+    opened = os.open
+
+    def open_and_sweep(*args: object, **kwargs: object) -> int:
+        monkeypatch.setattr(os, "open", opened)
+        fd = opened(*args, **kwargs)  # type: ignore[arg-type]
+        assert sweep(tmp_path) == ["everstep-copies-run"]
+        return fd
+
+    monkeypatch.setattr(os, "open", open_and_sweep)
+    shelf = Shelf(tmp_path, "run", 1, PLENTY)
+    put(shelf, 1)
+    assert sweep(tmp_path) == []
+    shelf.close()
+
+
+@pytest.mark.slow
+def test_copies_outlive_a_killed_agent(tmp_path: Path) -> None:
+    """A process fills a shelf, begins another copy, and is killed; the next one has the first."""
+    script = f"""
+import sys
+from pathlib import Path
+from tests.unit.test_shelf import PLENTY, LAYOUT, Shelf, put
+shelf = Shelf(Path({str(tmp_path)!r}), "run", 0, PLENTY)
+put(shelf, 6)
+area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "ready\n"
+        assert sweep(tmp_path) == []
+        beside = Shelf(tmp_path, "run", 1, PLENTY)
+        assert beside.adopted == []
+        beside.close()
+        agent.send_signal(signal.SIGKILL)
+    after = Shelf(tmp_path, "run", 2, PLENTY)
+    assert steps(after) == [6]
+    after.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- budget
+
+
+def test_the_budget_refuses_before_memory_is_taken(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, "run", 0, Budget(limit_bytes=int(1.5 * LAYOUT.nbytes)))
+    put(shelf, 1)
+    with pytest.raises(UserError, match=r"a copy of rank 0 on node 0 needs 1\.\d KiB.*take 1\.\d"):
+        shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+    assert steps(shelf) == [1]
+    shelf.close()
+
+
+def test_a_full_directory_is_said_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shelf = Shelf(tmp_path, "run", 0, PLENTY)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(UserError, match="bytes free, too few for another copy"):
+        shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+    shelf.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def kernel(tmp_path: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "proc", tmp_path / "cgroup"
+
+
+def test_the_narrowest_bound_is_the_budget(tmp_path: Path) -> None:
+    gib = 1 << 30
+    proc, cgroups = kernel(
+        tmp_path,
+        {
+            "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {100 << 20} kB\n",
+            "proc/self/cgroup": "0::/job/step\n",
+            "cgroup/job/step/memory.max": "max\n",
+            "cgroup/job/step/memory.current": "5\n",
+            "cgroup/job/memory.max": f"{10 << 20}\n",
+            "cgroup/job/memory.current": f"{6 << 20}\n",
+            "cgroup/job/memory.stat": f"anon 3\ninactive_file {1 << 20}\n",
+        },
+    )
+    budget = measure(tmp_path, proc=proc, cgroups=cgroups)
+    assert budget.limit_bytes == int((5 << 20) * 0.9)
+    assert "control group /job uses 5.0 MiB of 10.0 MiB" in budget.bounds[0].what
+    with pytest.raises(UserError, match=r"/job uses 5\.0 MiB of 10\.0 MiB.*raise its memory limit"):
+        budget.check(0, gib, "a copy")
+    budget.check(0, budget.limit_bytes, "a copy")
+    assert budget.plus(7).limit_bytes == budget.limit_bytes + 7
+
+
+def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
+    proc, cgroups = kernel(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:cpu,memory:/x\n3:cpu:/y\n",
+            "cgroup/memory/x/memory.limit_in_bytes": f"{2 << 20}\n",
+            "cgroup/memory/x/memory.usage_in_bytes": f"{3 << 20}\n",
+            "cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "cgroup/memory/memory.usage_in_bytes": "1\n",
+        },
+    )
+    assert measure(tmp_path, proc=proc, cgroups=cgroups).limit_bytes == 0
+
+
+def test_where_the_kernel_says_nothing_the_directory_decides(tmp_path: Path) -> None:
+    budget = measure(tmp_path, proc=tmp_path / "none", cgroups=tmp_path / "none")
+    assert len(budget.bounds) == 1
+    assert f"{tmp_path} has" in budget.bounds[0].what
+
+
+def test_sizes_are_for_people() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 5 << 30, 3 << 40, 1 << 60)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.5 KiB",
+        "5.0 GiB",
+        "3.0 TiB",
+        "1048576.0 TiB",
+    ]
