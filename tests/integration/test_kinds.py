@@ -48,9 +48,9 @@ def test_state_changed_after_the_update_is_exact_once_the_step_has_returned(
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("no-sync", "made no collective"),
+        ("no-sync", "leave `no_sync` for the last micro-batch"),
         ("closure", "those of the first step did not"),
-        ("param-before", "changes a protected parameter before its update"),
+        ("param-before", "changes a protected parameter, or a tensor of an optimizer, before its"),
         ("unprotected", "that is not protected updates in the step"),
         ("scheduler-forgotten", "scheduler that is not protected"),
         ("two-loops", "run.batches was called twice"),

@@ -183,6 +183,13 @@ def test_a_section_is_called_one(failed: dict[str, Any], told: str, measure: str
     assert second.startswith("section after step 5 done again after 0.20 s - ")
 
 
+def test_an_exception_that_ends_the_script_costs_the_process() -> None:
+    odd = cause("exception", "ValueError: odd", where="between steps 4 and 5")
+    assert tell(step(9.0, 4), opened(10.0, odd)) == [
+        "rank 1 between steps 4 and 5: ValueError: odd; stopping, a warm process is started for it"
+    ]
+
+
 def test_where_an_exception_came_stands_before_it() -> None:
     where = "in a recovery"
     [line] = tell(step(9.0, 4), opened(10.0, cause("exception", "ValueError: odd", where=where)))

@@ -20,6 +20,7 @@ from everstep.worker.kept import Done
 from everstep.worker.mean import mean_over_ranks
 from everstep.worker.own import MAX_BYTES, Own
 from everstep.worker.place import Place, kept_before_steps
+from everstep.worker.progress import Phase
 from everstep.worker.recovery import Outcome
 from everstep.worker.section import Sections
 from everstep.worker.state import State
@@ -48,6 +49,8 @@ class Rig:
         self.sent: list[Any] = []
         self.notes: list[str] = []
         self.fired: list[str] = []
+        self.stood: tuple[Phase, int | None] = Phase.BETWEEN, None
+        self.stood_at_fault: list[tuple[Phase, int | None]] = []
         self.parked: list[dict[str, Any]] = []
         self.outcomes: list[Outcome] = []
         self.at_fence: list[Callable[[], bool]] = []
@@ -74,8 +77,9 @@ class Rig:
             carry=False,
             committed=3,
             joining=False,
-            faults=SimpleNamespace(fire=self.fired.append),
-            phase=lambda *_: None,
+            faults=SimpleNamespace(fire=self._fire),
+            phase=self._phase,
+            hand_over=self._hand_over,
             seed=lambda *_: None,
             streams=lambda: None,
             restore_streams=lambda _: None,
@@ -102,6 +106,16 @@ class Rig:
 
     def section(self, function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         return self.sections.make(function, **{"ranks": None, "undo": False, **how})
+
+    def _phase(self, phase: Phase, step: int | None = None) -> None:
+        self.stood = phase, step
+
+    def _fire(self, place: str) -> None:
+        self.fired.append(place)
+        self.stood_at_fault.append(self.stood)
+
+    def _hand_over(self, step: int, payload: bytes, section: str) -> None:
+        self.sent.append(messages.Capsule(step=step, payload=payload, section=section))
 
     def _meet(self, number: int) -> bool:
         self.meetings += 1
@@ -338,6 +352,14 @@ def test_only_the_named_ranks_do_it_and_only_once() -> None:
     again = Rig()
     again.worker.place.kept = {m.section: m.payload for m in rig.sent}
     assert again.section(lambda: "never", ranks=[1])() == "mine"
+
+
+@pytest.mark.parametrize("ranks", [None, [1]])
+def test_who_fails_at_its_end_stands_in_a_section_after_the_step(ranks: list[int] | None) -> None:
+    rig = Rig()
+    rig.section(lambda: 1, ranks=ranks)()
+    assert rig.stood_at_fault == [(Phase.SECTION, 3)]
+    assert rig.stood[0] is Phase.BETWEEN
 
 
 def test_a_collective_in_it_is_refused() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.fakegroups import FakeWorld, in_c10d
+from torch.utils.data import DataLoader, TensorDataset
 
 from everstep.errors import UserError
 from everstep.worker.state import State, digest_of
@@ -140,6 +141,10 @@ def test_lists_are_named_by_place() -> None:
         (lambda n: {"a/b": n, "optimizer": adamw(n)}, "must not contain"),
         (lambda n: {"model": n, "optimizer": adamw(n), "x": 3}, "has no state_dict"),
         (lambda n: {"model": n, "optimizer": adamw(n), "x": [None]}, "has no state_dict"),
+        (lambda n: {"model": n, "x": DataLoader(TensorDataset())}, r"DataLoader.*x = run.data\("),
+        (lambda n: {"model": n, "x": TensorDataset()}, r"x = run.data\(dataset, batch_size="),
+        (lambda n: {"model": n, "x": iter([1])}, r"run.data\(dataset, batch_size="),
+        (lambda n: {"model": n, "x": torch.ones(1)}, "Tensor has no .* put it into a module"),
         (lambda n: {"model": n, "optimizer": adamw(n), "x": Box(a=object())}, "does not keep"),
         (lambda n: {"m": [n], "m.0": Net(), "optimizer": adamw(n)}, "two things are named 'm.0'"),
     ],

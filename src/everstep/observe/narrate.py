@@ -36,6 +36,7 @@ _ON_PURPOSE = re.compile(r"\bChaosError\b")
 _IN_STEP = re.compile(r"\bin step \d+$")
 _SECTION = re.compile(r"in a (section (?:after|before) step \d+)")
 _RECOVERY = "in a recovery"
+_OUTSIDE = ("between steps", "in its set-up", "after its last step", "after the end")
 _AGAIN = 3  # steps in which one rank fails alike before a note says so: twice may be chance
 
 
@@ -150,7 +151,7 @@ class Narrator:
         """What is done about a failure; nothing that is not sure to be done."""
         if cause.kind is CauseKind.NODE:
             return ["a spare takes its place"] if self.spares else []
-        if cause.kind in _PROCESS_LIVES:
+        if cause.kind in _PROCESS_LIVES and not _ends_script(cause):
             return [f"the {'section' if _section(cause) else 'step'} is done again"]
         return ["a warm process is started for it"] if self._ranks != 1 else []
 
@@ -210,6 +211,11 @@ def failure_of(rank: int, step: int, cause: Cause) -> str:
 def _of_step(text: str, step: int) -> str:
     """`text`, with the step of a recovery that it ends with."""
     return f"{text} of step {step}" if text.endswith(_RECOVERY) else text
+
+
+def _ends_script(cause: Cause) -> bool:
+    """An exception outside of step and section: nothing catches it, and the process ends."""
+    return cause.kind is CauseKind.EXCEPTION and cause.where.startswith(_OUTSIDE)
 
 
 def _section(cause: Cause) -> str:

@@ -47,10 +47,10 @@ def refuse_unsupported_module(name: str, module: torch.nn.Module) -> None:
 
 def refuse_stateless(name: str, thing: Any) -> NoReturn:
     """What has no state to keep: say where it belongs."""
-    if isinstance(thing, (DataLoader, Dataset, Sampler)) or isinstance(thing, Iterator):
+    if isinstance(thing, (DataLoader, Dataset, Sampler, Iterator)):
         instead = (
-            "the order of the data is no state here, but a function of the step: say "
-            f"data = run.data(dataset, batch_size=...) and protect({name}=data)"
+            "the order of the data is a function of the step here: make "
+            f"{name} = run.data(dataset, batch_size=...), and protect that"
         )
     elif isinstance(thing, torch.Tensor):
         instead = (
