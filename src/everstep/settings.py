@@ -154,9 +154,10 @@ class RunSettings:
     are shut by then."""
 
     copies: str = "off"
-    """`sync`: a rank whose shard no other rank holds (on several nodes: none on another node) copies
-    it into shared memory in each step, and the step commits when it is kept; `off`: such a shard is
-    lost with its rank. Off, since it costs a copy of the shard in time and two in memory."""
+    """`sync`: a rank whose shard no other rank holds (on several nodes: none on another node)
+    copies it into shared memory in each step, and the step commits when it is kept; `off`: such a
+    shard is lost with its rank. Off, since it costs a copy of the shard in time and two in
+    memory."""
 
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: CUDA where torch has nccl and sees a device for each worker of the

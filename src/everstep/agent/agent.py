@@ -25,9 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.agent import clocks, identity
+from everstep.agent import clocks, identity, progress, shelf
 from everstep.agent.node import Ground, Node, failures_go_to, new_mark
-from everstep.agent.progress import sweep
 from everstep.agent.shipping import Dock
 from everstep.core.hang import Evidence
 from everstep.errors import EverstepError, TransientError, UserError
@@ -99,7 +98,8 @@ class _Agent:
         failures_go_to(self._failed)
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._leave, number)
-        sweep(self._settings.shm_dir)
+        progress.sweep(self._settings.shm_dir)
+        shelf.sweep(self._settings.shm_dir)
         link: Link[nodes.ToNode] = Link(
             host=self._settings.coordinator[0],
             port=self._settings.coordinator[1],

@@ -103,6 +103,8 @@ class Fleet:
         self._lookout = Lookout(directory.path, self._shell.silent, self._shell.inspected)
         self._nodes: dict[int, NodeHandle] = {}
         self._homes: dict[Member, int] = {}
+        self._alone: set[int] = set()  # ranks of which it was said that no keeper has their copy
+        self._lacking: dict[tuple[int, int, int], set[int]] = {}  # who could not lend what to whom
         self._started = False
         self._asked_by: int | None = None
 
@@ -293,16 +295,20 @@ class Fleet:
                 self._shell.copied(rank, incarnation, step, number)
                 self._secured(rank, incarnation, step, number)
             case nodes.Untaken(rank=rank, incarnation=incarnation, step=step, text=text):
-                self._note(
-                    f"copy-not-kept-{rank}",
-                    f"node {number} does not keep the copy of rank {rank} at step {step}, which is "
-                    f"only on the rank's own node: {text}",
-                )
+                if self._homes.get((rank, incarnation)) != number and rank not in self._alone:
+                    self._alone.add(rank)
+                    self._note(
+                        f"copy-not-kept-{rank}",
+                        f"node {number} can't keep the copy of rank {rank} at step {step}, which "
+                        f"is only on the rank's own node now: {text}",
+                    )
                 self._secured(rank, incarnation, step, number)
             case nodes.Seek(rank=rank, incarnation=incarnation, step=step):
-                self._find_copy(rank, incarnation, step, number, lacking=set())
+                self._lacking[rank, step, number] = set()
+                self._find_copy(rank, incarnation, step, number)
             case nodes.Lack(rank=rank, incarnation=incarnation, step=step, to=to):
-                self._find_copy(rank, incarnation, step, to, lacking={number})
+                self._lacking.setdefault((rank, step, to), set()).add(number)
+                self._find_copy(rank, incarnation, step, to)
 
     def _secured(self, rank: int, incarnation: int, step: int, number: int) -> None:
         home = self._homes.get((rank, incarnation))
@@ -310,13 +316,12 @@ class Fleet:
             order = nodes.Secured(rank=rank, incarnation=incarnation, step=step)
             self._nodes[home].copy_order(order)
 
-    def _find_copy(
-        self, rank: int, incarnation: int, step: int, to: int, *, lacking: set[int]
-    ) -> None:
+    def _find_copy(self, rank: int, incarnation: int, step: int, to: int) -> None:
         """Have the copy of `rank` at `step` offered to node `to` by one that has it."""
         seeker = self._nodes.get(to)
         if seeker is None:
             return
+        lacking = self._lacking.get((rank, step, to), set())
         holders = [
             self._nodes[number]
             for number in self._shell.copies_of(rank, step)

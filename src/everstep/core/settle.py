@@ -25,6 +25,7 @@ _KEPT_BY = (
     "One more replica of every shard, copies in memory (--copies sync) or a durable checkpoint "
     "would have kept it."
 )
+_KEPT_BY_MORE = "One more replica of every shard or a durable checkpoint would have kept it."
 _ALONE = "With one rank there is no second copy: use --nproc-per-node 2 or more."
 
 
@@ -168,7 +169,14 @@ def _fall_back(job: Job, reason: str, held_by: Iterable[int]) -> None:
         first = of_script[0]
         job.end_incident(f"{lost}. {_ended_by(of_script, failed)}", show=(first, failed[first]))
     else:
-        job.end_incident(f"{lost}. {_ALONE if job.world_size == 1 else _KEPT_BY}")
+        job.end_incident(f"{lost}. {_kept_by(job)}")
+
+
+def _kept_by(job: Job) -> str:
+    """What would have kept the state."""
+    if job.world_size == 1:
+        return _ALONE
+    return _KEPT_BY_MORE if job.policy.copies else _KEPT_BY
 
 
 def _ended_by(ranks: list[int], failed: Mapping[int, Cause]) -> str:

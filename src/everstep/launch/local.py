@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep import __version__
-from everstep.agent import identity
+from everstep.agent import identity, progress, shelf
 from everstep.agent.fleet import Fleet
 from everstep.agent.node import Ground, Node, failures_go_to, new_mark
-from everstep.agent.progress import sweep
 from everstep.agent.workers import free_port
 from everstep.agent.zygote import ZygotePlan
 from everstep.core.actions import End
@@ -66,7 +65,8 @@ async def _run(
     settings: RunSettings, view: View, plan: ZygotePlan, environ: Mapping[str, str]
 ) -> JobResult:
     run_dir = Path(settings.log_dir) / settings.run_id
-    sweep(Path(settings.shm_dir))
+    progress.sweep(Path(settings.shm_dir))
+    shelf.sweep(Path(settings.shm_dir))
     directory = RunDirectory(run_dir, run_id=settings.run_id, recorded=settings.record)
     try:
         end = await _supervise(settings, view, plan, environ, directory)

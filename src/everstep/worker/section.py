@@ -244,6 +244,11 @@ class Section:
 
     def _begin(self, state: State) -> _Attempt:
         worker, communicators = self._worker, self._worker.communicators
+        if self._undo and worker.copies.on:
+            raise UserError(
+                f"the section {self._name} changes protected state, of which the copies in memory "
+                "(--copies sync) would know nothing; do it in the step function, after the update"
+            )
         attempt = _Attempt(
             worker, state, gradients=self._sections.recovery.gradients, undo=self._undo
         )

@@ -178,9 +178,7 @@ class Step:
         worker.place.new_attempt()
         attempt.fence = self._fence.kind
         if worker.copies.on:
-            self._fence.want("late")
-            if step == 1:
-                attempt.fence = "late"
+            attempt.fence = "late"  # from the first step on: all know it, and none need agree
         communicators.trace.clear()
         if communicators.tape is not None:
             communicators.tape.begin(step)
