@@ -29,6 +29,8 @@ from everstep.wire.frames import Hello, Limits, encode_control
 from everstep.wire.plumbing import UNKNOWN, curve_pair
 from everstep.wire.secret import make_secret
 
+pytestmark = pytest.mark.slow
+
 HASTY = Limits(connect_s=0.5, refusals_per_minute=1000)
 
 

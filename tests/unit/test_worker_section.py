@@ -70,6 +70,7 @@ class Rig:
             spec=SimpleNamespace(rank=1, world_size=3),
             communicators=self.communicators,
             control=SimpleNamespace(send=self.sent.append),
+            copies=SimpleNamespace(on=False),
             place=Place(),
             state=self.state,
             values={},
@@ -547,3 +548,11 @@ def test_a_mean_is_of_few_real_values() -> None:
     ):
         with pytest.raises(UserError, match=says):
             mean_over_ranks(value, None)
+
+
+def test_a_section_that_changes_state_is_refused_where_copies_would_not_know() -> None:
+    rig = Rig()
+    rig.worker.copies.on = True
+    section = rig.sections.make(lambda: None, ranks=None, undo=True)
+    with pytest.raises(UserError, match="--copies sync"):
+        section()
