@@ -106,6 +106,14 @@ def test_a_compiled_model(job: Job) -> None:
 
 
 @pytest.mark.slow
+def test_a_compiled_wrapper(job: Job) -> None:
+    """Its collectives run inside what is compiled."""
+    faults = ("kill:rank=1,step=4,at=backward", "raise:rank=0,step=7,at=forward")
+    assert_exact(job, "compiled-ddp", *faults, nproc=2)
+    assert not job("compiled-ddp", nproc=2).of("incident_opened")
+
+
+@pytest.mark.slow
 def test_three_mesh_dimensions(job: Job) -> None:
     assert_exact(job, "hsdp-tp", *deal("hsdp-tp", nproc=8)[:4], nproc=8)
 

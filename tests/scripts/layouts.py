@@ -339,11 +339,15 @@ else:
         inner = net
     if layout == "compiled":
         inner = torch.compile(inner, backend="aot_eager")  # type: ignore[assignment]
+    if layout == "compiled-ddp":
+        inner.register_buffer("seen", torch.zeros(1))  # so that DDP broadcasts in the forward pass
     model = DistributedDataParallel(
         inner,
         find_unused_parameters=layout == "unused",
         static_graph=layout == "static",
     )
+    if layout == "compiled-ddp":
+        model = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     function = ordinary(model, optimizer, clip=layout != "static")
     if layout == "undo":

@@ -67,6 +67,18 @@ def all_park(driver: Driver) -> None:
         driver.park(rank, 4)
 
 
+def test_a_suspect_that_then_dissents_is_set_aside_at_once() -> None:
+    """The first receipt had two sources, which differed: a third was making the step by itself."""
+    driver = stopped()
+    mismatch(driver, held={0: "ab", 2: "cd"})
+    all_park(driver)
+    mismatch(driver)
+    all_park(driver)
+    parts = driver.one(do.SendRegroup).plan.ranks
+    assert [rank for rank, part in enumerate(parts) if part.decision is Decision.FETCH] == [1, 2]
+    assert parts[1].sources == (0, 3)
+
+
 def test_one_that_dissents_twice_is_set_aside_and_fetches_from_the_rest() -> None:
     driver = stopped()
     mismatch(driver)

@@ -242,7 +242,10 @@ class Coordinator:
             f"rank {member.rank}'s receipt of step {plan.step}, taken from {sources}, does not "
             f"hold: {event.text}"
         )
-        aside = self._set_aside(dissent(event.held))
+        dissenting = dissent(event.held)
+        if not dissenting and len(set(event.held.values())) > 1:
+            self._suspect(event.held)
+        aside = self._set_aside(dissenting)
         if aside:
             who = verb(aside, "is", "are")
             text += f". It is the second time, so {who} set aside, to fetch it from the rest"
@@ -250,6 +253,14 @@ class Coordinator:
         signature = f"{name_ranks(aside)} set aside" if aside else ""
         cause = Cause(kind=CauseKind.RECEIPT, text=text, signature=signature)
         job.fail(member, plan.step + 1, cause)
+
+    def _suspect(self, ranks: Iterable[int]) -> None:
+        """One of `ranks` holds what it should not, and nobody knows which: who dissents from a
+        majority after this has done so for the second time."""
+        for rank in ranks:
+            member = self._job.membership.holder(rank)
+            if member is not None and member.survivor:
+                member.dissents = max(member.dissents, TWICE - 1)
 
     def _set_aside(self, ranks: Iterable[int]) -> list[int]:
         """Note that `ranks` dissent. Returns those of which that is the second time: what they hold

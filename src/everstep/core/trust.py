@@ -8,8 +8,9 @@ served no more, and takes the state from the others itself. So a corrupt copy is
 for ever, nor the end of the job.
 
 What it doesn't know: which bits differ, and why. Where no more than half of the sources agree
-(there are only two, say), nobody is known to be wrong and nobody is set aside; the second such
-receipt ends the job (`core.ladder`). A copy that is corrupt where it is the only one is believed:
+(there are only two, say), nobody is known to be wrong and nobody is set aside, but all of them are
+suspects: one that then dissents from a majority is set aside at once. The second receipt without a
+majority ends the job (`core.ladder`). A copy that is corrupt where it is the only one is believed:
 nothing here could tell.
 """
 

@@ -51,6 +51,7 @@ class Wrappers:
     def check(self) -> None:
         """Set-up ends. Raises UserError for what cannot be reset."""
         self.find_fsdp()
+        _keep_dynamo_out()
         for ddp in self._ddp:
             if getattr(ddp, "_delay_all_reduce_params", None):
                 raise UserError(
@@ -106,6 +107,14 @@ class Wrappers:
             if state._is_root:  # known from the first pass on; before it there is nothing to reset
                 module.reset_iter_state()
                 _drop_unreduced(state)
+
+
+def _keep_dynamo_out() -> None:
+    """Where a compiled function holds a wrapper, dynamo follows its collectives into our Python
+    groups, and fails at the first attribute of a process group that C++ doesn't know."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.add("everstep.worker")
 
 
 def _drop_unreduced(root: Any) -> None:
