@@ -142,7 +142,10 @@ class Node:
 
     def take_of(self, offered: nodes.Offered) -> nodes.Take:
         return nodes.Take(
-            incarnation=offered.incarnation, manifest=offered.manifest, offer=offered.offer
+            rank=offered.rank,
+            incarnation=offered.incarnation,
+            manifest=offered.manifest,
+            offer=offered.offer,
         )
 
 

@@ -160,7 +160,8 @@ class Copies:
             case nodes.Keepers(keepers=keepers):
                 self._keepers = keepers
                 self._forget_under_way()
-            case nodes.Take():
+            case nodes.Take(rank=rank):
+                self._taking[rank] = order  # now: what makes it stale may come before its task runs
                 task = asyncio.get_running_loop().create_task(self._take(order))
                 self._transfers.add(task)
                 task.add_done_callback(self._transfers.discard)
@@ -230,7 +231,8 @@ class Copies:
         """The copy that is offered, complete on the shelf; None if it is not wanted any more."""
         assert self._shipping is not None
         rank = manifest.about.rank
-        self._taking[rank] = order
+        if self._taking.get(rank) is not order:
+            return None
         area = self._area(rank, order.incarnation, manifest.about.step, manifest.nbytes)
         assert self._shelf is not None
         try:

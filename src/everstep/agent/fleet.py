@@ -285,11 +285,16 @@ class Fleet:
     def _copy_news(self, number: int, news: nodes.CopyNews) -> None:
         """Carry what nodes tell of copies to those whom it is for."""
         match news:
-            case nodes.Offered(incarnation=incarnation, manifest=manifest, offer=offer, to=to):
+            case nodes.Offered(rank=rank, incarnation=incarnation, to=to):
                 taker = self._nodes.get(to)
                 if taker is not None:
                     taker.copy_order(
-                        nodes.Take(incarnation=incarnation, manifest=manifest, offer=offer)
+                        nodes.Take(
+                            rank=rank,
+                            incarnation=incarnation,
+                            manifest=news.manifest,
+                            offer=news.offer,
+                        )
                     )
             case nodes.Took(rank=rank, incarnation=incarnation, step=step):
                 self._shell.copied(rank, incarnation, step, number)

@@ -110,8 +110,10 @@ class Keepers(Message):
 
 
 class Take(Message):
-    """Fetch a copy that another node offers, and keep it. `incarnation`: of its writer."""
+    """Fetch a copy of `rank` that another node offers, and keep it. `incarnation`: of its
+    writer."""
 
+    rank: int
     incarnation: int
     manifest: bytes
     offer: Offer

@@ -29,7 +29,7 @@ from everstep.snapshot import Layout, Manifest, Tensor
 from everstep.wire import messages
 from everstep.worker import codec
 from everstep.worker.control import Control, Stopped
-from everstep.worker.state import Leaves, Spec, State, put, version_of
+from everstep.worker.state import Leaves, Spec, State, put
 
 _REST = "#rest"
 _REST_STEP_BYTES = 16 << 10  # its room is a multiple of this
@@ -94,7 +94,7 @@ class Copies:
         except Stopped:
             return False
         self._written = {s: kept for s, kept in self._written.items() if s == step - 1}
-        self._written[step] = _Written(path, manifest, _versions(state))
+        self._written[step] = _Written(path, manifest, state.updates_seen())
         return True
 
     def _area(self, step: int, nbytes: int, generation: int) -> str:
@@ -144,7 +144,7 @@ class Copies:
         """What undoes the updates of the step after `committed`, of which none is made yet; None
         where this process has not written that copy, or parameters were changed since."""
         kept = self._written.get(committed)
-        if kept is None or kept.versions != _versions(state):
+        if kept is None or kept.versions != state.updates_seen():
             return None
         return CopyUndo(state, kept)
 
@@ -175,7 +175,7 @@ class CopyUndo:
         """Parameters, optimizer state, param_groups, objects."""
         _, rest = _load(self._state, self._kept.path, self._kept.manifest)
         self._state.load_leaves(rest.leaves)
-        self._kept.versions = _versions(self._state)
+        self._kept.versions = self._state.updates_seen()
 
 
 def _load(state: State, path: str, manifest: Manifest) -> tuple[list[torch.Tensor], Rest]:
@@ -215,10 +215,6 @@ def _check_ours(manifest: Manifest, spec: messages.WorkerSpec, state: State, ste
             f"the copy of rank {about.rank} is of shard {about.shard}, and the rank has "
             f"{state.shard}"
         )
-
-
-def _versions(state: State) -> int:
-    return sum(version_of(parameter) for parameter in state.parameter_list)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

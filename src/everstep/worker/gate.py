@@ -268,6 +268,13 @@ class Gate:
             attempt.inside = None
         self._seal(attempt, last=True)
 
+    def leave(self, attempt: Attempt) -> None:
+        """The function has been left. An update that was being launched then, for the device to
+        decide on, may have been made in part."""
+        if attempt.passage is not None:
+            attempt.passage.updated()
+            attempt.torn = True
+
     def _check_met(self, attempt: Attempt) -> None:
         """Raise UserError for a step in which the ranks do not meet."""
         met = bool(self._worker.communicators.trace)

@@ -180,7 +180,7 @@ class Section:
         self._worker = sections.worker
         self._name = _name_of(function)
         self._number = int(digest_of([], self._name.encode())[:12], 16)
-        self._undo = undo
+        self._undo = self._asked = undo
         self._calls = 0  # that committed
         self._usual = 1  # collectives, as learned
         self._tape: Any = None  # put aside meanwhile: a replacement skips what was done here
@@ -244,7 +244,7 @@ class Section:
 
     def _begin(self, state: State) -> _Attempt:
         worker, communicators = self._worker, self._worker.communicators
-        if self._undo and worker.copies.on:
+        if self._asked and worker.copies.on:
             raise UserError(
                 f"the section {self._name} changes protected state, of which the copies in memory "
                 "(--copies sync) would know nothing; do it in the step function, after the update"

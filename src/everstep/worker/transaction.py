@@ -153,6 +153,7 @@ class Step:
             self.left_open = True
             raise
         finally:
+            self._gate.leave(attempt)
             self._end()
         undone = attempt.undo is not None and not self._clean()
         if error is None and attempt.passed and not (undone or attempt.unwound):
