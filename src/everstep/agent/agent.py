@@ -112,7 +112,8 @@ class _Agent:
         )
         try:
             while True:
-                await self._until_joined()
+                if self._leaving is None:  # else it was asked while its tenure ended by itself
+                    await self._until_joined()
                 if self._leaving is not None:
                     return 128 + self._leaving
                 key = self._secret.bulk_key()
