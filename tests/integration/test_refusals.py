@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tests.integration.joblab import TINY, Result, run_script
 
+pytestmark = pytest.mark.slow
+
 HEAD = """
 import torch
 from torch import nn
