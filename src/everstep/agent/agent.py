@@ -25,7 +25,8 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.agent import clocks, identity, progress, shelf
+from everstep.agent import clocks, identity
+from everstep.agent.leftovers import sweep
 from everstep.agent.node import Ground, Node, failures_go_to, new_mark
 from everstep.agent.shipping import Dock
 from everstep.core.hang import Evidence
@@ -98,8 +99,7 @@ class _Agent:
         failures_go_to(self._failed)
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._leave, number)
-        progress.sweep(self._settings.shm_dir)
-        shelf.sweep(self._settings.shm_dir)
+        sweep(self._settings.shm_dir)
         link: Link[nodes.ToNode] = Link(
             host=self._settings.coordinator[0],
             port=self._settings.coordinator[1],

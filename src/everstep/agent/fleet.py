@@ -297,6 +297,7 @@ class Fleet:
                         )
                     )
             case nodes.Took(rank=rank, incarnation=incarnation, step=step):
+                self._lacking.pop((rank, step, number), None)
                 self._shell.copied(rank, incarnation, step, number)
                 self._secured(rank, incarnation, step, number)
             case nodes.Untaken(rank=rank, incarnation=incarnation, step=step, text=text):

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from everstep import __version__
-from everstep.agent import identity, progress, shelf
+from everstep.agent import identity
 from everstep.agent.fleet import Fleet
+from everstep.agent.leftovers import sweep
 from everstep.agent.node import Ground, Node, failures_go_to, new_mark
 from everstep.agent.workers import free_port
 from everstep.agent.zygote import ZygotePlan
@@ -65,8 +66,7 @@ async def _run(
     settings: RunSettings, view: View, plan: ZygotePlan, environ: Mapping[str, str]
 ) -> JobResult:
     run_dir = Path(settings.log_dir) / settings.run_id
-    progress.sweep(Path(settings.shm_dir))
-    shelf.sweep(Path(settings.shm_dir))
+    sweep(Path(settings.shm_dir))
     directory = RunDirectory(run_dir, run_id=settings.run_id, recorded=settings.record)
     try:
         end = await _supervise(settings, view, plan, environ, directory)

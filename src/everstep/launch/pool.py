@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from everstep.agent import processes, progress, shelf
+from everstep.agent import processes
 from everstep.agent.ending import END_TIMEOUT_S, end_marked
+from everstep.agent.leftovers import sweep
 from everstep.errors import EverstepError
 from everstep.settings import RunSettings
 from everstep.wire.secret import Secret
@@ -135,8 +136,7 @@ class LocalAgents:
     async def _bury(self, process: _Process) -> None:
         code = process.popen.wait(timeout=END_TIMEOUT_S)
         await end_marked(process.mark)
-        progress.sweep(Path(self._settings.shm_dir))
-        shelf.sweep(Path(self._settings.shm_dir))
+        sweep(Path(self._settings.shm_dir))
         self._running.remove(process)
         process.gone.set()
         if code > 0 and not self._closing:

@@ -20,6 +20,9 @@ import msgspec
 from everstep.wire.channel import ChannelError
 
 PROTOCOL: Final = 1
+TICKS_PER_LEASE: Final = 12
+TICKS_PER_BEAT: Final = 4
+"""Both ends look at the time so often in a lease, and beat once in so many looks."""
 _CONTROL: Final = b"\x00"
 _DATA: Final = b"\x01"
 _MAX_CONTROL_BYTES: Final = 4096

@@ -35,6 +35,8 @@ import zmq
 from everstep.wire.channel import ChannelError
 from everstep.wire.frames import (
     PROTOCOL,
+    TICKS_PER_BEAT,
+    TICKS_PER_LEASE,
     Beat,
     Bye,
     Control,
@@ -54,8 +56,6 @@ from everstep.wire.plumbing import BATCH, Watched, curve_pair, endpoint_of, list
 from everstep.wire.secret import Secret
 
 T = TypeVar("T")
-_TICKS_PER_LEASE: Final = 12
-_TICKS_PER_BEAT: Final = 4
 _PROBE_EVERY_S: Final = 0.002
 _PROBES: Final = 25
 _LAST_WORDS_S: Final = 0.1  # for a Bye to get out before the connection is shut
@@ -115,7 +115,7 @@ class Hub(Generic[T]):
         self._by_fd: dict[int, _Peer] = {}  # the connected ones
         self._unrouted: list[_Peer] = []
         self._ticks = 0
-        self._tick_s = self._limits.lease_s / _TICKS_PER_LEASE
+        self._tick_s = self._limits.lease_s / TICKS_PER_LEASE
         self._clock = LeaseClock(self._loop.time(), 2 * self._tick_s)
 
         listener = listen(host, ports)
@@ -356,7 +356,7 @@ class Hub(Generic[T]):
         for peer in list(self._peers.values()):
             if now_s - peer.ledger.heard_s > self._limits.lease_s:
                 self._lose(peer, f"nothing was heard of it for {self._limits.lease_s:g} s")
-            elif self._ticks % _TICKS_PER_BEAT == 0:
+            elif self._ticks % TICKS_PER_BEAT == 0:
                 self._put(peer, encode_control(peer.ledger.beat()))
 
     def _connection_closed(self, fd: int) -> bool:

@@ -32,6 +32,8 @@ from everstep.errors import TransientError
 from everstep.wire.channel import ChannelError
 from everstep.wire.frames import (
     PROTOCOL,
+    TICKS_PER_BEAT,
+    TICKS_PER_LEASE,
     Beat,
     Bye,
     Control,
@@ -50,8 +52,6 @@ from everstep.wire.plumbing import BATCH, Monitor, Watched, address_text, curve_
 from everstep.wire.secret import Secret
 
 T = TypeVar("T")
-_TICKS_PER_LEASE: Final = 12
-_TICKS_PER_BEAT: Final = 4
 _FIRST_RETRY_S: Final = 0.05
 _NEVER_MS: Final = 3_600_000
 _ENDINGS: Final = {
@@ -241,7 +241,7 @@ class _Connection(Generic[T]):
     def _agree(self, lease_s: float, max_message_bytes: int, backlog_bytes: int) -> None:
         """Take the bounds under which the connection stands."""
         self._lease_s = lease_s
-        self._tick_s = lease_s / _TICKS_PER_LEASE
+        self._tick_s = lease_s / TICKS_PER_LEASE
         self._max_message_bytes = max_message_bytes
         self._decoder: FrameDecoder[T] = FrameDecoder(self._link.receives, max_message_bytes)
         self._clock = LeaseClock(self._loop.time(), 2 * self._tick_s)
@@ -334,7 +334,7 @@ class _Connection(Generic[T]):
         self._ticks += 1
         if silent_s > self._lease_s:
             self._end(f"nothing was heard of the coordinator for {self._lease_s:g} s")
-        elif self._ticks % _TICKS_PER_BEAT == 0:
+        elif self._ticks % TICKS_PER_BEAT == 0:
             self._put(encode_control(self._ledger.beat()))
 
     def _connection_events(self, events: list[tuple[int, int]]) -> None:

@@ -6,9 +6,8 @@ the rank writes its state as a snapshot (snapshot.py) into an area of its agent'
 until the agent says that it is kept. So a rank that dies after a commit left its state behind, and
 one that dies before the fence left that of the step before: its peers go back there. They do so
 from their own copy, which is what an update is undone from, too, unless the script has changed the
-state since. Everything that is no tensor (the
-steering, the manifest) travels as one tensor of bytes, with room to grow, so that an area fits the
-next copy as well.
+state since. Everything that is no tensor (the steering, the manifest) travels as one tensor of
+bytes, with room to grow, so that an area fits the next copy as well.
 
 Does not know: where an area lies, who else keeps the copy (agent/copies.py), when a copy is needed
 (the core). Main thread, but for `fetch`, which runs on the exchange's.

@@ -223,7 +223,7 @@ class Step:
             )
         self._learn(attempt)
         self._forecast.settle(attempt, result)
-        self._fence.kind = attempt.fence if attempt.step > 1 else None
+        self._fence.kind = attempt.fence
         log, worker.log = worker.log, {}
         record = record_of(result, samples, log, worker.values) if worker.spec.record else None
         self._commit(attempt.step, log, record)

@@ -1,0 +1,17 @@
+"""What dead jobs have left in shared memory.
+
+Does not know: how an owner's life is told; each kind of file does (progress.py, shelf.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everstep.agent import progress, shelf
+
+
+def sweep(shm_dir: Path) -> None:
+    """Remove every file in which workers show where they stand, and every copy, that no living job
+    holds."""
+    progress.sweep(shm_dir)
+    shelf.sweep(shm_dir)
