@@ -11,6 +11,10 @@ from typing import Any
 
 OLDEST_TORCH = (2, 8)
 """The oldest version of torch that is supported: major, minor."""
+TERM_STRIDE = 1_000_000
+"""What the coordinator of term t numbers anew (nodes, incarnations, generations) begins at t times
+this, so no number that an earlier coordinator may have given is given again, also one of which
+nobody is left who could tell. A job's first coordinator has term 0."""
 
 
 class Rung(enum.StrEnum):
@@ -58,6 +62,7 @@ class CauseKind(enum.StrEnum):
     EXCEPTION = "exception"  # the script raised; the process lives
     PEER = "peer"  # a collective failed and nobody is known to be dead
     TIMEOUT = "timeout"  # a deadline of the coordinator passed
+    COORDINATOR = "coordinator"  # it died, and a recovery was under way, or was wanted meanwhile
     RECEIPT = "receipt"  # restored state does not match its source's digest
     HANG = "hang"  # the process lives and has not moved for too long, while others wait for it
     WORKER = "worker"  # everstep's own worker code asked to be replaced

@@ -195,6 +195,8 @@ class Registry:
             peer,
             nodes.Welcome(
                 node=number,
+                term=0,
+                adopted=False,
                 settings=self._settings,
                 clock_s=time.monotonic(),
                 boot_id=clocks.boot_id(),

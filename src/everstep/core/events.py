@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.hang import Evidence
-from everstep.types import Cause, Holding
+from everstep.types import Cause, Holding, Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,60 @@ class Protected(WorkerEvent):
     shard: str
     manifest: str
     digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberBack:
+    """A living worker, as its agent tells of it to a coordinator that begins anew.
+
+    `joining`: it has not been part of a world yet (no `SendRegroup` has reached it, and its peers
+    held committed state when it was spawned). `settled`: it is in its loop or after it, in the
+    world of `generation`: it was told to go, or has restored, and has not been stopped since, nor
+    has it failed. `position`: what it has committed. `left_at`, `finished`: as the events Closing
+    and Finished say. `closed`: it was told that the closing fence is open. `bye`: it was told that
+    it may exit."""
+
+    rank: int
+    incarnation: int
+    generation: int
+    joining: bool
+    settled: bool
+    position: Position = (0, 0)
+    left_at: int | None = None
+    finished: bool = False
+    closed: bool = False
+    bye: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(Event):
+    """Instead of JobStarted, the first event of a coordinator that takes over a job that runs:
+    number `term`, 1 or more; each term is given once. What the journal tells: `recorded`, the
+    newest step in it; `incidents`, how many were opened; `open_incident`, the one that has not
+    been closed, if any: (number, rank, step, cause)."""
+
+    term: int
+    recorded: int = 0
+    incidents: int = 0
+    open_incident: tuple[int, int, int, Cause] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeBack(Event):
+    """An agent of an earlier coordinator's has come, with all that it knows. `node`: its number
+    then, and now. `slot`: which it holds; None for a spare. `members`: its living workers. `ended`:
+    its workers that are dead, the newest of each rank at most, with their cause. `protected`: what
+    ranks said in set-up, as far as it knows, also of ranks elsewhere. `copies`: (rank, step) of
+    the copies in its memory."""
+
+    node: int
+    host: str
+    domain: str
+    slot: int | None
+    members: tuple[MemberBack, ...] = ()
+    ended: tuple[Died, ...] = ()
+    protected: tuple[Protected, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,9 +39,13 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Welcome(Message):
     """The node has its number. `clock_s`: the coordinator's monotonic clock when it wrote this,
-    `boot_id` of its host: on one host there is one clock."""
+    `boot_id` of its host: on one host there is one clock. `term`: which of the job's coordinators
+    it is, one after the other. `adopted`: what the node reported holds on, with its old number;
+    else it has no part in the job, and begins with nothing."""
 
     node: int
+    term: int
+    adopted: bool
     settings: NodeSettings
     clock_s: float
     boot_id: str
@@ -83,6 +87,21 @@ class Look(Message):
 
 class Inspect(Message):
     """Have your workers show their stacks: `Shown`, within a second or two."""
+
+
+class Written(Message):
+    """All ranks' commits up to `step` are written down: they need not be told again."""
+
+    step: int
+
+
+class Peers(Message):
+    """To a node that holds a slot, before anything else of a generation: where the other nodes
+    listen for their peers, and which of them is this node's guardian, who keeps what belongs to its
+    ranks alone beside it. `guardian`: -1 where there is no other node."""
+
+    addresses: dict[int, tuple[str, int]]
+    guardian: int
 
 
 class Finish(Message):
@@ -145,31 +164,22 @@ class Missing(Message):
 
 CopyOrder = Keepers | Take | Secured | Lend | Missing
 
-ToNode = Welcome | Refuse | Launch | Kill | Tell | Look | Inspect | Finish | Cut | CopyOrder
+ToNode = (
+    Welcome
+    | Refuse
+    | Launch
+    | Kill
+    | Tell
+    | Look
+    | Inspect
+    | Written
+    | Peers
+    | Finish
+    | Cut
+    | CopyOrder
+)
 
 # ---------------------------------------------------------------- agent -> coordinator
-
-
-class Register(Message):
-    """A node offers itself. `host`: the machine's name. `address`: at which its workers listen.
-    `domain`: its failure domain, "" where that is only the host. `versions`: of everstep, torch and
-    Python. `name`: of the agent; two that live may not share it. `pid`, `boot_id`: of its process,
-    so that one that comes back is known."""
-
-    name: str
-    host: str
-    address: str
-    domain: str
-    pid: int
-    boot_id: str
-    versions: dict[str, str]
-
-
-class Joined(Message):
-    """The node has imported what the script imports and is ready to fork. `script_digest`: of the
-    script's text as it is here, "" for a module."""
-
-    script_digest: str
 
 
 class Said(Message):
@@ -187,6 +197,65 @@ class Died(Message):
     incarnation: int
     cause: Cause
     before_kill: bool
+
+
+class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A living worker, to a coordinator that begins anew; core.events.MemberBack has the words."""
+
+    rank: int
+    incarnation: int
+    generation: int
+    joining: bool
+    settled: bool
+    step: int
+    sections: int
+    left_at: int | None
+    finished: bool
+    closed: bool
+    bye: bool
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent knows that has lost its coordinator. `term`: of that one. `node`: the number it
+    had. `slot`: -1 without one. `members`: its living workers. `ended`: its dead ones, the newest
+    of each rank. `kept`: what it keeps of its own ranks and of those whose guardian it is, by rank,
+    in the order in which it was said: (incarnation, message). `unwritten`: commits of which it
+    doesn't know that they were written, with all that ranks said since that must be. `copies`:
+    (rank, step) of the copies in its memory."""
+
+    term: int
+    node: int
+    slot: int
+    members: tuple[MemberReport, ...]
+    ended: tuple[Died, ...]
+    kept: dict[int, tuple[tuple[int, FromWorker], ...]]
+    unwritten: tuple[Said, ...]
+    copies: tuple[tuple[int, int], ...]
+
+
+class Register(Message):
+    """A node offers itself. `host`: the machine's name. `address`: at which its workers listen.
+    `peer_port`: at which its agent listens for its peers, 0 where it doesn't. `domain`: its failure
+    domain, "" where that is only the host. `versions`: of everstep, torch and Python. `name`: of
+    the agent; two that live may not share it. `pid`, `boot_id`: of its process, so that one that
+    comes back is known. `report`: of its part in the job so far; None where it has none."""
+
+    name: str
+    host: str
+    address: str
+    domain: str
+    pid: int
+    boot_id: str
+    versions: dict[str, str]
+    peer_port: int = 0
+    report: Report | None = None
+
+
+class Joined(Message):
+    """The node has imported what the script imports and is ready to fork. `script_digest`: of the
+    script's text as it is here, "" for a module."""
+
+    script_digest: str
 
 
 class Output(Message):

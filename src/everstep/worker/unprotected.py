@@ -5,6 +5,7 @@ process as it would without everstep."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import sys
@@ -45,6 +46,9 @@ class PlainRun:
                 dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
             else:
                 dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            if self.device == devices.CPU:
+                # gloo's threads that still run at the interpreter's end may abort it.
+                atexit.register(_leave_groups)
 
     def data(
         self, source: Any, *, batch_size: int | None = None, seed: int = 0, collate: Any = None
@@ -128,6 +132,11 @@ class PlainRun:
 
     def log(self, **scalars: float) -> None:
         return None
+
+
+def _leave_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def plain_run(streams: str = rng.KEYED) -> PlainRun:
