@@ -18,10 +18,10 @@ define timed
 @begin=$$(date +%s); echo "== $(1)"; ( $(2) ); echo "== $(1): $$(( $$(date +%s) - begin )) s"
 endef
 
-.PHONY: help setup demo test test-fast lint format bench bench-peers soak clean
+.PHONY: help setup demo test test-fast lint format bench bench-exchange bench-peers soak clean
 
 help: ## List the tasks
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "everstep needs Python 3.11 or newer; name one: make PYTHON=python3.12 ...")'
@@ -61,6 +61,9 @@ bench: $(READY) ## Measure the bars: recovery, cost of a collective, cost of a s
 
 soak: $(READY) ## 100,000 simulated schedules of the core; ARGS='--seed N' tells one of them
 	@$(BIN)/python -m tests.simulation.soak $(ARGS)
+
+bench-exchange: $(READY) ## Measure the exchange of addresses beside torch's TCPStore; ARGS=ROUNDS
+	@$(BIN)/python benchmarks/bench_exchange.py $(ARGS)
 
 bench-peers: $(READY) ## Measure everstep beside torchrun, NVRx and torchft; writes docs/reference/peers.md
 	@$(BIN)/python benchmarks/peers/bench.py --publish $(ARGS)

@@ -249,6 +249,7 @@ def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
         log_dir=Path(settings.log_dir),
         shm_dir=Path(settings.shm_dir),
         join_timeout_s=settings.join_nodes_timeout_s,
+        coordinator_timeout_s=settings.coordinator_timeout_s,
         grace_s=settings.grace_s,
     )
     return run_agent(wanted, secret_of(os.environ), without_secret(os.environ))

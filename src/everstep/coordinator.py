@@ -19,13 +19,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from everstep import chaos
+from everstep import chaos, translation
 from everstep.core import actions, events
 from everstep.core.agreement import groups_of_all
 from everstep.core.hang import Evidence
+from everstep.core.overview import Overview
 from everstep.keepsakes import Heritage, Keepsakes
-from everstep.types import Cause, CauseKind, Record
-from everstep.wire import messages
+from everstep.types import Cause, Record
+from everstep.wire import messages, nodes
 from everstep.wire.messages import ChaosSpec, FromWorker, ToWorker
 
 _MIN_TIMER_S = 0.001  # a deadline that has passed and is not moved by a Tick must not spin the loop
@@ -40,12 +41,21 @@ class Core(Protocol):
         """When to send Tick, on the monotonic clock; None: never."""
         ...
 
+    @property
+    def reconvenes(self) -> bool:
+        """It has taken over a job that runs, and waits for its nodes."""
+        ...
+
     def copies_of(self, rank: int, step: int) -> Collection[int]:
         """The nodes that have a copy of `rank` at `step`."""
         ...
 
     def handle(self, event: events.Event, now_s: float) -> list[actions.Action]:
         """Decide."""
+        ...
+
+    def overview(self, now_s: float) -> Overview:
+        """What the job is doing, for people."""
         ...
 
 
@@ -159,6 +169,17 @@ class CoordinatorShell:
         """Begin: the workers are spawned."""
         self._feed(events.JobStarted())
 
+    def resume(self, resumed: events.Resumed, fired: Collection[int] = ()) -> None:
+        """Take over a job that runs. `fired`: the faults on purpose that are known to have."""
+        for index in fired:
+            self._unfired.pop(index, None)
+        self._feed(resumed)
+
+    @property
+    def reconvenes(self) -> bool:
+        """The job that was taken over waits for its nodes."""
+        return self._core.reconvenes
+
     def stop_asked(self, signal: int) -> None:
         """A person or the system wants the job to end."""
         self._feed(events.StopAsked(signal=signal))
@@ -167,7 +188,9 @@ class CoordinatorShell:
         """A worker is gone, its session killed and reaped, and all it had written has been given to
         `message`. `before_kill`: it is known to have ended before `Effects.kill` could reach it."""
         member = (rank, incarnation)
-        cause = final_cause(cause, self._raised.pop(member, None), self._fired.pop(member, None))
+        cause = translation.final_cause(
+            cause, self._raised.pop(member, None), self._fired.pop(member, None)
+        )
         died = events.Died(rank=rank, incarnation=incarnation, cause=cause, before_kill=before_kill)
         self._feed(died)
 
@@ -175,13 +198,25 @@ class CoordinatorShell:
         """An agent is ready to fork workers, at most `ranks` of them."""
         self._feed(events.NodeJoined(node=node, host=host, domain=domain, ranks=ranks))
 
+    def node_back(self, host: str, domain: str, report: nodes.Report) -> None:
+        """An agent of an earlier coordinator has come back with all that it knows."""
+        protected = []
+        for rank, kept in report.kept.items():
+            for incarnation, message in kept:
+                self._remember(rank, incarnation, message)
+                if isinstance(message, messages.Protect):
+                    protected.append(translation.protected(rank, incarnation, message))
+        self._feed(translation.node_back(host, domain, report, protected))
+        for said in report.unwritten:
+            self._rewrite((said.rank, said.incarnation), said.message)
+
     def node_lost(self, node: int, cause: Cause, members: Iterable[Member]) -> None:
         """An agent can't be reached any more, and so can't `members`, its workers."""
         fired = None
         for member in members:
             self._raised.pop(member, None)
             fired = self._fired.pop(member, None) or fired
-        self._feed(events.NodeLost(node=node, cause=final_cause(cause, None, fired)))
+        self._feed(events.NodeLost(node=node, cause=translation.final_cause(cause, None, fired)))
 
     def copied(self, rank: int, incarnation: int, step: int, node: int) -> None:
         """A copy of the rank's state is complete on `node`."""
@@ -232,6 +267,33 @@ class CoordinatorShell:
         """No timer fires any more, and nothing more is heeded. May be called twice."""
         self._ended = True
         self._arm(None)
+
+    # ------------------------------------------------------------ what an earlier one was told
+
+    def _remember(self, rank: int, incarnation: int, message: FromWorker) -> None:
+        """Keep what an agent has kept."""
+        match message:
+            case messages.Protect(rng_key=key):
+                self._kept.rng_key(rank, key)
+            case messages.Capsule():
+                self._kept.capsule(rank, message)
+            case messages.Once():
+                self._kept.once(rank, message)
+            case messages.Tape():
+                self._kept.begin_tape(rank, incarnation, anew=False)
+                self._kept.tape(rank, incarnation, message)
+            case _:
+                raise TypeError(f"{type(message).__name__} is nothing that is kept of a rank")
+
+    def _rewrite(self, member: Member, message: FromWorker) -> None:
+        """Write down what may have been lost with an earlier coordinator."""
+        match message:
+            case messages.Fired():
+                self._note_fired(member, message)
+            case messages.Note():
+                self._note(member[0], message)
+            case _:
+                self._keep(member, message)
 
     # ------------------------------------------------------------ what the core does not see
 
@@ -319,7 +381,7 @@ class CoordinatorShell:
         rank, incarnation = member
         match message:
             case messages.Fault(generation=generation, step=step):
-                cause = final_cause(message.cause, None, self._fired.pop(member, None))
+                cause = translation.final_cause(message.cause, None, self._fired.pop(member, None))
                 return events.Faulted(
                     rank=rank,
                     incarnation=incarnation,
@@ -328,7 +390,7 @@ class CoordinatorShell:
                     cause=cause,
                 )
             case _:
-                return _plain_event(rank, incarnation, message)
+                return translation.plain_event(rank, incarnation, message)
 
     # ------------------------------------------------------------ the core's decisions
 
@@ -427,78 +489,3 @@ class CoordinatorShell:
     def _tick(self) -> None:
         self._timer = None
         self._feed(events.Tick())
-
-
-def _plain_event(rank: int, incarnation: int, message: FromWorker) -> events.Event:
-    """The event of a message that says all that the event holds."""
-    match message:
-        case messages.Hello(pid=pid):
-            return events.Started(rank=rank, incarnation=incarnation, pid=pid)
-        case messages.Protect(shard=shard, manifest=manifest, digests=digests):
-            return events.Protected(
-                rank=rank, incarnation=incarnation, shard=shard, manifest=manifest, digests=digests
-            )
-        case messages.Commit(generation=generation, step=step, sections=sections, t=at_s):
-            return events.Committed(
-                rank=rank,
-                incarnation=incarnation,
-                generation=generation,
-                step=step,
-                sections=sections,
-                at_s=at_s,
-            )
-        case messages.Wait():
-            return events.Waiting(rank=rank, incarnation=incarnation)
-        case messages.Park(generation=generation, holding=holding, rehearsed_passes=passes):
-            return events.Parked(
-                rank=rank,
-                incarnation=incarnation,
-                generation=generation,
-                holding=holding,
-                rehearsed_passes=passes,
-            )
-        case messages.Built(generation=generation):
-            return events.Regrouped(rank=rank, incarnation=incarnation, generation=generation)
-        case messages.Receipt():
-            return events.Restored(
-                rank=rank,
-                incarnation=incarnation,
-                generation=message.generation,
-                ok=message.ok,
-                text=message.text,
-                nbytes=message.nbytes,
-                sources=message.sources,
-                digest=message.digest,
-                held=message.held,
-                at_s=message.t,
-            )
-        case messages.Close(generation=generation, step=step):
-            return events.Closing(
-                rank=rank, incarnation=incarnation, generation=generation, step=step
-            )
-        case messages.Finish():
-            return events.Finished(rank=rank, incarnation=incarnation)
-        case messages.Refuse(text=text, exit_code=exit_code):
-            return events.Refused(
-                rank=rank, incarnation=incarnation, text=text, exit_code=exit_code
-            )
-        case _:
-            raise TypeError(f"a worker said {type(message).__name__}, which is no event")
-
-
-def final_cause(seen: Cause, raised: Cause | None, fired: tuple[ChaosSpec, float] | None) -> Cause:
-    """What is known of a failure from outside, made complete. Pure.
-
-    `seen`: the exit, or the fault that the worker reported. `raised`: the worker's last words, the
-    traceback; it is the cause of an exit, and detail to a signal. `fired`: the fault on purpose
-    that had just fired there, and when, on the host's monotonic clock in seconds.
-    """
-    cause = seen
-    if raised is not None and seen.kind in (CauseKind.EXIT, CauseKind.EARLY_EXIT):
-        cause = dataclasses.replace(raised, exit_code=seen.exit_code or raised.exit_code)
-    elif raised is not None:
-        cause = dataclasses.replace(seen, detail=raised.detail)
-    if fired is not None:
-        fault, at_s = fired
-        cause = dataclasses.replace(cause, fault=fault.text, at_s=at_s)
-    return cause

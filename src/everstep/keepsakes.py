@@ -68,9 +68,12 @@ class Keepsakes:
         """What `run.once` made there."""
         self._once.setdefault(rank, {})[message.key] = message.value
 
-    def begin_tape(self, rank: int, incarnation: int) -> None:
-        """The job begins from nothing, and with it the rank's tape."""
-        self._tapes[rank] = _Tape(incarnation)
+    def begin_tape(self, rank: int, incarnation: int, *, anew: bool = True) -> None:
+        """The job begins from nothing, and with it the rank's tape. Not `anew`: one that this
+        incarnation records goes on."""
+        tape = self._tapes.get(rank)
+        if anew or tape is None or tape.incarnation != incarnation:
+            self._tapes[rank] = _Tape(incarnation)
 
     def tape(self, rank: int, incarnation: int, message: messages.Tape) -> None:
         """More of the rank's tape; one that an earlier beginning recorded is not wanted."""

@@ -46,6 +46,8 @@ OF_AGENTS = (
     "shm_dir",
     "grace_s",
     "join_nodes_timeout_s",
+    "coordinator_timeout_s",
+    "rejoin_timeout_s",
 )
 """The settings that an agent has of its own; all others are the job's."""
 _SECRETS = ("EVERSTEP_SECRET", "EVERSTEP_SECRET_FILE")
@@ -194,6 +196,15 @@ class RunSettings:
     max_node_failures: int = 3
     """Lost nodes of one host within incident_window_s after which its nodes are taken only if there
     are no others. Twice may be bad luck."""
+
+    coordinator_timeout_s: float = 300.0
+    """Seconds that an agent keeps its workers without a coordinator. Their steps go on meanwhile,
+    but no recovery does. A machine that reboots is back in five minutes."""
+
+    rejoin_timeout_s: float = 10.0
+    """Seconds that a coordinator which takes over a running job waits for the nodes that it had;
+    those that have not come are lost then. Several leases and an agent's longest pause between two
+    attempts."""
 
     lease_s: float = 2.0
     """Seconds without a sign of life after which an agent counts as lost. Short, since training

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from everstep.coordinator import CoordinatorShell, final_cause
+from everstep.coordinator import CoordinatorShell
 from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.hang import Evidence, Stance
 from everstep.keepsakes import Heritage
+from everstep.translation import final_cause
 from everstep.types import Cause, CauseKind, Decision, Holding, Plan, RankPlan, Record
 from everstep.wire import messages as m
 
@@ -32,6 +33,7 @@ class ScriptedCore:
         self.seen: list[ev.Event] = []
         self.answers: dict[type[ev.Event], list[do.Action]] = {}
         self.next_deadline_s: float | None = None
+        self.reconvenes = False
 
     def handle(self, event: ev.Event, now_s: float) -> list[do.Action]:
         self.seen.append(event)

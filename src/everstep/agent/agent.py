@@ -1,11 +1,15 @@
 """The agent: a node of a job as a process of its own.
 
 Theory of operation: it connects to the coordinator, registers, and from then on runs workers as it
-is told; what they say and print, and how they end, goes back over the connection. The connection is
-its tenure: when it ends, for whatever reason, all workers are killed at once, since the job may go
-on without them; then the agent registers anew, as another node, which begins as a spare. So there
-is nothing to be reconciled between an agent that was away and a job that went on. A tenure that the
-coordinator finishes is the agent's end, and so is a signal.
+is told; what they say and print, and how they end, goes back over the connection. When that ends
+the agent is *absent*: either the coordinator is gone, and then the workers' steps go on, or it has
+given the node up, and then they can't, since no step ends without all peers. So the workers are let
+be, until one of them fails, dies or falls silent: then all are told to stop, and stand still with
+their state. To the next coordinator that it reaches the agent reports all of this. One that takes
+over the job adopts it; one that has gone on without it displaces it: the workers are killed at
+once, and the agent registers anew, as another node, which begins as a spare. So nothing is ever
+merged of an agent that was away and a job that went on. A tenure that the coordinator finishes is
+the agent's end, and so is a signal, and an absence that lasts too long.
 
 Times in what goes to the coordinator are moved to its clock (clocks.py).
 
@@ -27,13 +31,14 @@ import msgspec
 
 from everstep.agent import clocks, identity
 from everstep.agent.leftovers import sweep
+from everstep.agent.memoir import Memoirs
 from everstep.agent.node import Ground, Node, failures_go_to, new_mark
 from everstep.agent.shipping import Dock
 from everstep.core.hang import Evidence
 from everstep.errors import EverstepError, TransientError, UserError
 from everstep.types import Cause
 from everstep.wire import nodes
-from everstep.wire.messages import FromWorker
+from everstep.wire.messages import Fault, FromWorker, Stop, ToWorker
 from everstep.wire.network import Link
 from everstep.wire.secret import Secret
 
@@ -47,8 +52,8 @@ class AgentSettings:
     """Where an agent finds its coordinator (host and port) and keeps its files. `name`, `host`,
     `domain`: as it registers. `interface`: whose address its workers listen at; "": that which
     leads to the coordinator. `join_timeout_s`: how long it looks
-    for a coordinator, each time. `grace_s`: between SIGTERM and SIGKILL of its workers when it is
-    asked to end."""
+    for a coordinator at first. `coordinator_timeout_s`: how long it goes on without one. `grace_s`:
+    between SIGTERM and SIGKILL of its workers when it is asked to end."""
 
     coordinator: tuple[str, int]
     name: str
@@ -58,6 +63,7 @@ class AgentSettings:
     log_dir: Path
     shm_dir: Path
     join_timeout_s: float
+    coordinator_timeout_s: float
     grace_s: float
 
 
@@ -89,6 +95,7 @@ class _Agent:
         self._environ = environ
         self._parent = os.getppid()
         self._joined = asyncio.Event()
+        self._newest_term = 0
         self._why_not = ""
         self._leaving: int | None = None
         self._tenure: _Tenure | None = None
@@ -105,7 +112,7 @@ class _Agent:
             port=self._settings.coordinator[1],
             secret=self._secret,
             receives=nodes.ToNode,
-            on_joined=self._joined.set,
+            on_joined=self._found,
             on_message=self._take,
             on_lost=self._lost,
             on_waiting=self._waiting,
@@ -143,7 +150,14 @@ class _Agent:
 
     # ------------------------------------------------------------ what comes in
 
+    def _found(self) -> None:
+        self._joined.set()
+        if self._tenure is not None:
+            self._tenure.found()
+
     def _take(self, message: nodes.ToNode) -> None:
+        if isinstance(message, nodes.Welcome):
+            self._newest_term = max(self._newest_term, message.term)
         if self._tenure is not None:
             self._tenure.take(message)
 
@@ -176,7 +190,8 @@ class _Agent:
 
 
 class _Tenure:
-    """One registration, from `Register` to the last worker's burial. Implements `node.Owner`."""
+    """One part in the job, from `Register` to the last worker's burial. Implements
+    `node.Owner`."""
 
     def __init__(
         self,
@@ -190,6 +205,11 @@ class _Tenure:
         self._environ = environ
         self._link = link
         self._node: Node | None = None
+        self._number = -1
+        self._term = 0
+        self._script_digest: str | None = None  # None until the node is open
+        self._memoirs = Memoirs()
+        self._absence: asyncio.TimerHandle | None = None  # its end, while it lasts
         self._opening: asyncio.Task[None] | None = None
         self._asked_s = 0.0
         self._offset_s = 0.0
@@ -205,19 +225,9 @@ class _Tenure:
             else identity.address_towards(*settings.coordinator)
         )
         self._address = address
-        self._asked_s = time.monotonic()
-        self._send(
-            nodes.Register(
-                name=settings.name,
-                host=settings.host,
-                address=address,
-                domain=settings.domain,
-                pid=os.getpid(),
-                boot_id=clocks.boot_id(),
-                versions=identity.versions(),
-            )
-        )
+        self._register()
         ending = await self._ending
+        self._end_absence()
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
@@ -225,6 +235,28 @@ class _Tenure:
             await self._node.close(terminate=ending.terminate, wait_s=ending.wait_s)
         self._send(nodes.Gone())
         return ending
+
+    def _register(self) -> None:
+        settings = self._settings
+        self._asked_s = time.monotonic()
+        self._send(
+            nodes.Register(
+                name=settings.name,
+                host=settings.host,
+                address=self._address,
+                domain=settings.domain,
+                pid=os.getpid(),
+                boot_id=clocks.boot_id(),
+                versions=identity.versions(),
+                report=self._report(),
+            )
+        )
+
+    def _report(self) -> nodes.Report | None:
+        """What a coordinator that begins anew must know; None while there is nothing."""
+        if self._script_digest is None:
+            return None
+        return self._memoirs.report(term=self._term, node=self._number, kept={}, copies=())
 
     def end(self, ending: _Ending) -> None:
         """The tenure is over; the first ending counts."""
@@ -236,12 +268,59 @@ class _Tenure:
         if self._node is not None:
             self._node.hurry()
 
+    # ------------------------------------------------------------ without a coordinator
+
     def lost(self, why: str) -> None:
-        """The connection has ended: the job may go on without this node."""
+        """The connection has ended: the coordinator is gone, or has given this node up."""
+        if self._script_digest is None:  # it has no part yet
+            self._leave(f"its agent has lost the coordinator: {why}")
+        elif self._absence is None and not self._ending.done():
+            limit_s = self._settings.coordinator_timeout_s
+            loop = asyncio.get_running_loop()
+            self._absence = loop.call_later(limit_s, self._give_up, why)
+            if self._memoirs.disturbed:
+                self._park()
+
+    def found(self) -> None:
+        """There is a coordinator again, or another one."""
+        if self._absence is not None and not self._ending.done():
+            self._register()
+
+    def _give_up(self, why: str) -> None:
+        limit_s = self._settings.coordinator_timeout_s
+        self.failed(
+            TransientError(
+                f"the coordinator was lost ({why}), and none came within {limit_s:g} s (the "
+                "setting coordinator_timeout_s); the workers of this node were ended"
+            )
+        )
+
+    def _leave(self, why: str) -> None:
+        """Kill all workers, and register anew."""
         if self._node is not None:
-            self._node.dismiss(f"its agent has lost the coordinator: {why}")
+            self._node.dismiss(why)
         self.hurry()
         self.end(_Ending())
+
+    def _end_absence(self) -> None:
+        if self._absence is not None:
+            self._absence.cancel()
+            self._absence = None
+
+    def _park(self) -> None:
+        """Have all workers stand still: they can't go on, and their peers may have."""
+        for (rank, incarnation), generation in self._memoirs.settled():
+            self._tell(rank, incarnation, Stop(generation=generation))
+
+    def _disturbed(self) -> None:
+        """Something has happened that a coordinator would answer with a stop."""
+        if self._absence is not None:
+            self._park()
+
+    def _tell(self, rank: int, incarnation: int, message: ToWorker) -> None:
+        if self._node is not None:
+            self._memoirs.told(rank, incarnation, message)
+            self._node.send(rank, incarnation, message)
 
     # ------------------------------------------------------------ what the coordinator says
 
@@ -250,21 +329,36 @@ class _Tenure:
         match message:
             case nodes.Welcome():
                 self._welcomed(message)
+            case nodes.Displaced(why=why):
+                self._leave(f"the job has gone on without this node: {why}")
             case nodes.Refuse(text=text):
                 self.end(_Ending(error=UserError(text)))
+            case nodes.Written(step=step):
+                self._memoirs.written(step)
+            case nodes.Tell(rank=rank, incarnation=incarnation, message=told):
+                if not self._ending.done():
+                    self._tell(rank, incarnation, told)
             case nodes.Finish(terminate=terminate, wait_s=wait_s, exit_code=exit_code):
                 if wait_s == 0:
                     self.hurry()
                 self.end(_Ending(terminate=terminate, wait_s=wait_s, exit_code=exit_code))
             case _:
+                if isinstance(message, nodes.Launch):
+                    self._memoirs.launched(message.spec)
                 if self._node is not None and not self._ending.done():
                     _obey(self._node, message)
 
     def _welcomed(self, welcome: nodes.Welcome) -> None:
-        if self._node is not None or self._ending.done():
+        if self._ending.done() or welcome.adopted != (self._script_digest is not None):
             return
+        self._offset_s = 0.0
         if welcome.boot_id != clocks.boot_id():
             self._offset_s = clocks.offset(self._asked_s, time.monotonic(), welcome.clock_s)
+        self._term = welcome.term
+        if welcome.adopted:
+            self._end_absence()
+            return
+        self._number = welcome.node
         settings = welcome.settings
         logs = self._settings.log_dir / settings.run_id / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -291,25 +385,30 @@ class _Tenure:
         except Exception as error:  # noqa: BLE001 - told to the coordinator, and raised by the agent
             self.failed(error)
             return
+        self._script_digest = digest
         self._send(nodes.Joined(script_digest=digest))
 
     # ------------------------------------------------------------ Owner, for the node
 
     def said(self, rank: int, incarnation: int, message: FromWorker) -> None:
         """A worker said something."""
+        self._memoirs.said(rank, incarnation, message)
+        if isinstance(message, Fault):
+            self._disturbed()
         moved = clocks.message(message, self._offset_s) if self._offset_s else message
         self._send(nodes.Said(rank=rank, incarnation=incarnation, message=moved))
 
     def died(self, rank: int, incarnation: int, cause: Cause, *, before_kill: bool) -> None:
         """A worker is gone."""
-        self._send(
-            nodes.Died(
-                rank=rank,
-                incarnation=incarnation,
-                cause=clocks.cause(cause, self._offset_s),
-                before_kill=before_kill,
-            )
+        died = nodes.Died(
+            rank=rank,
+            incarnation=incarnation,
+            cause=clocks.cause(cause, self._offset_s),
+            before_kill=before_kill,
         )
+        self._memoirs.died(died)
+        self._disturbed()
+        self._send(died)
 
     def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
         """A line that a worker printed. Lines are let go when the coordinator lags behind, and that
@@ -325,6 +424,7 @@ class _Tenure:
 
     def silent(self, evidence: tuple[Evidence, ...]) -> None:
         """Some worker has been silent for longer than it may."""
+        self._disturbed()
         self._send(nodes.Silent(evidence=clocks.evidence(evidence, self._offset_s)))
 
     def looked(self, evidence: tuple[Evidence, ...]) -> None:
@@ -366,8 +466,6 @@ def _obey(node: Node, message: nodes.ToNode) -> None:
             node.launch(spec, environment, delay_s)
         case nodes.Kill(rank=rank, incarnation=incarnation, why=why):
             node.kill(rank, incarnation, why)
-        case nodes.Tell(rank=rank, incarnation=incarnation, message=told):
-            node.send(rank, incarnation, told)
         case nodes.Look():
             node.look()
         case nodes.Inspect():

@@ -20,12 +20,13 @@ from typing import Protocol
 from everstep.agent.lookout import Lookout
 from everstep.agent.workers import Place, torchrun_environment, worker_spec
 from everstep.coordinator import CoordinatorShell, Core
-from everstep.core import actions
+from everstep.core import actions, events
 from everstep.core.hang import Evidence
+from everstep.core.overview import Overview
 from everstep.errors import EverstepError
 from everstep.keepsakes import Heritage
 from everstep.observe.rundir import RunDirectory
-from everstep.observe.view import View
+from everstep.observe.view import Both, View
 from everstep.settings import RunSettings
 from everstep.types import Cause, Record
 from everstep.wire import nodes
@@ -33,6 +34,7 @@ from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
 from everstep.wire.nodes import Shown
 
 Member = tuple[int, int]  # rank and incarnation
+_WRITTEN_EVERY_S = 0.25
 
 
 class NodeHandle(Protocol):
@@ -61,6 +63,10 @@ class NodeHandle(Protocol):
 
     def copy_order(self, order: nodes.CopyOrder) -> None:
         """The coordinator's word about copies."""
+        ...
+
+    def written(self, step: int) -> None:
+        """What was said up to the commits of `step` is written down."""
         ...
 
     def dismiss(self, why: str) -> None:
@@ -96,6 +102,7 @@ class Fleet:
         self.ended: asyncio.Future[actions.End] = loop.create_future()
         self._loop = loop
         self._settings = settings
+        self._core = core
         self._directory = directory
         self._view = view
         self._master = master
@@ -105,6 +112,7 @@ class Fleet:
         self._homes: dict[Member, int] = {}
         self._alone: set[int] = set()  # ranks of which it was said that no keeper has their copy
         self._lacking: dict[tuple[int, int, int], set[int]] = {}  # who could not lend what to whom
+        self._told_written_s = 0.0
         self._started = False
         self._asked_by: int | None = None
 
@@ -123,6 +131,17 @@ class Fleet:
         events.NodeJoined has them."""
         self._shell.node_joined(number, host, domain, ranks)
 
+    def expects(self, report: nodes.Report) -> bool:
+        """Whether the job still waits for the node that reports this."""
+        return self._shell.reconvenes and report.node not in self._nodes
+
+    def back(self, host: str, domain: str, report: nodes.Report) -> None:
+        """A node that had a part in the job under an earlier coordinator has come back, and has
+        been `add`ed under its old number."""
+        for member in report.members:
+            self._homes[member.rank, member.incarnation] = report.node
+        self._shell.node_back(host, domain, report)
+
     def lost(self, number: int, cause: Cause) -> None:
         """Nothing is heard of the node `number` any more."""
         self._shell.node_lost(number, cause, self._forget(number))
@@ -131,6 +150,11 @@ class Fleet:
         """Begin the job."""
         self._started = True
         self._shell.start()
+
+    def resume(self, resumed: events.Resumed) -> None:
+        """Take over a job that runs."""
+        self._started = True
+        self._shell.resume(resumed)
 
     def stop_asked(self, number: int) -> None:
         """Signal `number` asks the job to end: the first time in order, the second time at once."""
@@ -144,6 +168,21 @@ class Fleet:
         else:
             text = f"asked to end by {signal.Signals(number).name} before any worker was started"
             self.end(actions.End(exit_code=128 + number, text=text))
+
+    def end_asked(self, *, now: bool) -> None:
+        """A person asks from elsewhere that the job end, as by SIGINT; `now`: as by two."""
+        if self._asked_by is None:
+            self.stop_asked(signal.SIGINT)
+        if now:
+            self.stop_asked(signal.SIGINT)
+
+    def overview(self) -> Overview:
+        """What the job is doing."""
+        return self._core.overview(self._loop.time())
+
+    def also_show(self, view: View) -> None:
+        """Show all that comes from now on to `view`, too."""
+        self._view = Both(self._view, view)
 
     def failed(self, error: BaseException) -> None:
         """Something went wrong that is not a failure of the job's: `ended` raises it."""
@@ -189,6 +228,16 @@ class Fleet:
         line = self._directory.journal.write(record.event, record.fields)
         if shown:
             self._view.record(line)
+        if record.event == "step":
+            self._written(record.fields["step"])
+
+    def _written(self, step: int) -> None:
+        """Tell the nodes, now and then, up to which step they need not remember what was said."""
+        now_s = self._loop.time()
+        if now_s - self._told_written_s >= _WRITTEN_EVERY_S:
+            self._told_written_s = now_s
+            for node in self._nodes.values():
+                node.written(step)
 
     def spawn(self, order: actions.Spawn, heritage: Heritage) -> None:
         """Have the order's node fork a worker."""

@@ -261,6 +261,9 @@ class Node:
         """The coordinator's word about copies."""
         self._copies.obey(order)
 
+    def written(self, step: int) -> None:
+        """Nothing is kept here of what was said: whom it is told to is in this process."""
+
     def look(self) -> None:
         """Say what all workers show, by `Owner.looked`."""
         self._owner.looked(self._sentry.look())

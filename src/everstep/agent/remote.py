@@ -5,7 +5,8 @@ name that another living agent has, a script of other contents are refused, with
 ends. One that is accepted gets the next number, imports what the script imports, and is a node of
 the job when it says so. The end of its connection is the loss of the node; a node that the core
 dismisses is hung up on. Numbers are never used again: an agent that comes back is a new node, and
-what was sent to or by the old one reaches nobody.
+what was sent to or by the old one reaches nobody. Only while this coordinator takes over a job that
+runs, an agent that reports its part under an earlier one is adopted with it, and keeps its number.
 
 It does not decide which node runs what (core). Loop thread only; nothing blocks.
 """
@@ -20,7 +21,7 @@ from everstep.agent import clocks
 from everstep.agent.ending import END_TIMEOUT_S
 from everstep.agent.fleet import Berth, Fleet
 from everstep.errors import UserError
-from everstep.types import Cause, CauseKind, Record
+from everstep.types import TERM_STRIDE, Cause, CauseKind, Record
 from everstep.wire import nodes
 from everstep.wire.messages import ToWorker, WorkerSpec
 from everstep.wire.network import Hub, Limits
@@ -76,8 +77,12 @@ class RemoteNode:
         """The coordinator's word about copies."""
         self._send(order)
 
+    def written(self, step: int) -> None:
+        """What was said up to the commits of `step` is written down."""
+        self._send(nodes.Written(step=step))
+
     def dismiss(self, why: str) -> None:
-        """End the connection: at that the agent kills all its workers, and may come again."""
+        """End the connection: the agent comes again, is displaced, and kills all its workers."""
         self._hang_up(why)
 
     def cut(self, *, whole: bool) -> None:
@@ -102,7 +107,8 @@ class Registry:
     """Listens for agents, and makes nodes of them for the fleet.
 
     `settings`, `versions`, `script_digest`: of the job, which all must share. `must_start`: an
-    agent that fails before it has joined ends the job, since all others would, too.
+    agent that fails before it has joined ends the job, since all others would, too. `term`: which
+    of the job's coordinators this is.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class Registry:
         script_digest: str,
         nproc_per_node: int,
         must_start: bool,
+        term: int = 0,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
@@ -126,7 +133,8 @@ class Registry:
         self._nproc_per_node = nproc_per_node
         self._must_start = must_start
         self._nodes: dict[int, RemoteNode] = {}  # by peer
-        self._next_number = 0
+        self._term = term
+        self._next_number = term * TERM_STRIDE
         self._hub: Hub[nodes.FromNode] = Hub(
             host=host,
             ports=ports,
@@ -170,8 +178,26 @@ class Registry:
         why = self._objection(peer, who, None if twin is None else twin[1])
         if why:
             self._refuse(peer, who, why)
-            return
-        number, self._next_number = self._next_number, self._next_number + 1
+        elif who.report is None:
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._admit(peer, who, number)
+        elif self._fleet.expects(who.report):
+            self._admit(peer, who, who.report.node).joined = True
+            self._fleet.back(who.host, who.domain, who.report)
+        else:
+            self._displace(peer, who, who.report)
+
+    def _displace(self, peer: int, who: nodes.Register, report: nodes.Report) -> None:
+        """Its part in the job is over; it registers anew."""
+        if report.term == self._term:
+            why = "its connection was lost, and with it its place"
+        else:
+            why = f"the coordinator of term {self._term} has not waited for it"
+        fields = {"node": report.node, "name": who.name, "host": who.host, "text": why}
+        self._fleet.record(Record(event="node_displaced", fields=fields))
+        self._hub.send(peer, nodes.Displaced(why=why))
+
+    def _admit(self, peer: int, who: nodes.Register, number: int) -> RemoteNode:
         node = RemoteNode(
             number,
             who,
@@ -195,13 +221,14 @@ class Registry:
             peer,
             nodes.Welcome(
                 node=number,
-                term=0,
-                adopted=False,
+                term=self._term,
+                adopted=who.report is not None,
                 settings=self._settings,
                 clock_s=time.monotonic(),
                 boot_id=clocks.boot_id(),
             ),
         )
+        return node
 
     def _objection(self, peer: int, who: nodes.Register, twin: RemoteNode | None) -> str:
         """Why an agent can't take part; "" if it can."""

@@ -26,6 +26,7 @@ from everstep.core.job import Job, Phase
 from everstep.core.ladder import Policy, is_echo
 from everstep.core.membership import Member, Status
 from everstep.core.nodes import Layout
+from everstep.core.overview import Overview, overview
 from everstep.core.settle import settle
 from everstep.core.silence import on_inspected, on_silent
 from everstep.core.trust import TWICE, dissent
@@ -61,9 +62,18 @@ class Coordinator:
         deadlines = (job.deadline_s, job.node_deadline_s, job.membership.next_deadline_s)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
+    @property
+    def reconvenes(self) -> bool:
+        """It has taken over a job that runs, and waits for the nodes that it had."""
+        return self._job.phase.value == "reconvening"
+
     def copies_of(self, rank: int, step: int) -> Collection[int]:
         """The nodes that have a copy of `rank` at `step`."""
         return self._job.copies.nodes(rank, step)
+
+    def overview(self, now_s: float) -> Overview:
+        """What the job is doing, for people. O(ranks)."""
+        return overview(self._job, now_s)
 
     def handle(self, event: ev.Event, now_s: float) -> list[do.Action]:
         """Take one event and return what to do, in order. `now_s`: seconds on a monotonic clock.

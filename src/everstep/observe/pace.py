@@ -47,15 +47,26 @@ class Pace:
         """An incident is open."""
         return bool(self._open)
 
+    @property
+    def steps_per_s(self) -> float | None:
+        """Steps a second, of late; None where it is not known."""
+        if len(self._step_at_s) < 2 or self._step_at_s[-1] <= self._step_at_s[0]:
+            return None
+        return (len(self._step_at_s) - 1) / (self._step_at_s[-1] - self._step_at_s[0])
+
+    @property
+    def share(self) -> float | None:
+        """Goodput so far, 0 to 1; None where it is not known."""
+        if self._first_s is None or self._last_s <= self._first_s:
+            return None
+        return self._good_s / (self._last_s - self._first_s)
+
     def rate(self) -> list[str]:
         """`12.3 steps/s`, where it is known."""
-        if len(self._step_at_s) < 2 or self._step_at_s[-1] <= self._step_at_s[0]:
-            return []
-        rate = (len(self._step_at_s) - 1) / (self._step_at_s[-1] - self._step_at_s[0])
-        return [f"{rate:.1f} steps/s"]
+        rate = self.steps_per_s
+        return [] if rate is None else [f"{rate:.1f} steps/s"]
 
     def goodput(self) -> list[str]:
         """`goodput 98.1 %`, where it is known."""
-        if self._first_s is None or self._last_s <= self._first_s:
-            return []
-        return [f"goodput {100 * self._good_s / (self._last_s - self._first_s):.1f} %"]
+        share = self.share
+        return [] if share is None else [f"goodput {100 * share:.1f} %"]

@@ -17,3 +17,20 @@ class View(Protocol):
     def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
         """A line that a worker printed, without its end. `stream`: "stdout" or "stderr"."""
         ...
+
+
+class Both:
+    """Two views of one job; `first` is shown everything first."""
+
+    def __init__(self, first: View, second: View) -> None:
+        self._views = (first, second)
+
+    def record(self, record: dict[str, Any]) -> None:
+        """A journal record."""
+        for view in self._views:
+            view.record(record)
+
+    def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
+        """A line that a worker printed."""
+        for view in self._views:
+            view.output(rank, incarnation, stream, line)

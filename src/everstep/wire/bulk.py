@@ -56,6 +56,7 @@ __all__ = [
     "Throttle",
     "Transferred",
     "fetch",
+    "greet",
     "push",
 ]
 
@@ -184,6 +185,26 @@ def push(
     return crew.result(source.nbytes)
 
 
+def greet(offer: Offer, caller: Caller, *, deadline_s: float) -> None:
+    """See whether the listener that `offer` is of, with its greeting, can be reached. Nothing is
+    moved.
+
+    `deadline_s`: seconds it may take. Blocks; any thread. Raises Refused when another listener of
+    the job answers there, Stranger when it is none, Cut when nobody answers in time."""
+    end_s = time.monotonic() + deadline_s
+    sock = _dial(offer, end_s)
+    with sock:
+        enter(
+            sock,
+            caller.key,
+            end_s,
+            ticket=offer.ticket,
+            holder=secrets.token_bytes(TICKET_BYTES),
+            node=caller.node,
+            use=Use.GREET,
+        )
+
+
 class _Crew:
     """The streams of one transfer, each on a thread. `over`: set when no stream need connect again;
     `work`: what is done with a connection; `when_done`: what is done when the other side says that
@@ -265,12 +286,7 @@ class _Crew:
     def _connect(self, offer: Offer) -> socket.socket:
         limits = self._caller.limits
         deadline_s = min(self.deadline_s, time.monotonic() + limits.handshake_s)
-        try:
-            sock = socket.create_connection(
-                (offer.host, offer.port), max(deadline_s - time.monotonic(), 0.001)
-            )
-        except OSError as error:
-            raise Cut(f"no connection ({error})") from error
+        sock = _dial(offer, deadline_s)
         try:
             enter(
                 sock,
@@ -286,3 +302,13 @@ class _Crew:
             sock.close()
             raise
         return sock
+
+
+def _dial(offer: Offer, deadline_s: float) -> socket.socket:
+    """A connection to who made `offer`; `deadline_s` on the monotonic clock. Raises Cut."""
+    try:
+        return socket.create_connection(
+            (offer.host, offer.port), max(deadline_s - time.monotonic(), 0.001)
+        )
+    except OSError as error:
+        raise Cut(f"no connection ({error})") from error

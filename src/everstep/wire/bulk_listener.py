@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import collections
 import errno
+import hmac
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from everstep.errors import EverstepError, UserError
+from everstep.errors import EverstepError
 from everstep.wire.bulk_door import (
     KEY_BYTES,
     TICKET_BYTES,
@@ -37,9 +38,12 @@ from everstep.wire.bulk_door import (
 )
 from everstep.wire.bulk_stream import Sink, Source, prepare, receive_all, send_all
 from everstep.wire.bulk_throttle import UNLIMITED, Throttle
+from everstep.wire.frames import Sparingly
+from everstep.wire.ports import listen
 
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL_PAUSE_S = 0.1
+_BACKLOG = 128
 _REMEMBERED = 4096  # tickets that are over, so that a late one is told why
 
 
@@ -49,13 +53,15 @@ class Limits:
     a healthy one needs two round trips. `stall_s`: seconds in which nothing moves, after which a
     connection is given up; above what a retransmission on a lossy network takes. `strangers`:
     connections that have not shown it yet; `connections`: those that have, which are threads;
-    `streams`: connections with one ticket."""
+    `streams`: connections with one ticket; `refusals_per_minute`: who is not let in is told one by
+    one, and the others are counted."""
 
     handshake_s: float = 5.0
     stall_s: float = 15.0
     strangers: int = 32
     connections: int = 128
     streams: int = 16
+    refusals_per_minute: int = 20
 
 
 @dataclass(slots=True, eq=False)
@@ -76,15 +82,16 @@ class Listener:
     """Listens on the first free one of `ports` (0: any) at `host`.
 
     `key`: the job's, at least 32 bytes. `on_refused(address, why)` is called for everybody who is
-    not let in, on a thread of the listener. `throttle` is for what goes out and comes in through
-    here. Any thread. Raises UserError when no port is free or `host` is not an address of this
-    host."""
+    not let in, at most `limits.refusals_per_minute`, on a thread of the listener. `throttle` is for
+    what goes out and comes in through here. `greeting`: with it, anybody who has the key may see
+    whether this listener can be reached (`Use.GREET`), and does nothing else. Any thread. Raises
+    UserError when no port is free or `host` is not an address of this host."""
 
     def __init__(
         self,
         *,
         host: str,
-        ports: Iterable[int],
+        ports: Sequence[int],
         key: bytes,
         on_refused: Callable[[str, str], None],
         throttle: Throttle = UNLIMITED,
@@ -94,7 +101,9 @@ class Listener:
             raise ValueError(f"the key has {len(key)} bytes; at least {KEY_BYTES}")
         self.host = host
         self._key = key
+        self.greeting = secrets.token_bytes(TICKET_BYTES)
         self._on_refused = on_refused
+        self._sparingly = Sparingly(limits.refusals_per_minute)
         self._throttle = throttle
         self._limits = limits
         self._lock = threading.Lock()
@@ -106,7 +115,8 @@ class Listener:
         self._admitted = 0
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
-        self._socket = _listen(host, ports)
+        self._socket = listen(host, ports, _BACKLOG)
+        self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -217,7 +227,7 @@ class Listener:
         except OSError as error:
             if error.errno not in _FULL:
                 return  # it was broken before it was accepted
-            self._on_refused("(all)", f"no connection can be accepted: {error.strerror}")
+            self._refuse("(all)", f"no connection can be accepted: {error.strerror}")
             self._closing.wait(_FULL_PAUSE_S)  # it stays in the queue, and select would not wait
             return
         peer = address_text(*address[:2])
@@ -233,7 +243,7 @@ class Listener:
             self._strangers[sock] = peer
             self._threads.add(thread)
         if put_out is not None:
-            self._on_refused(put_out_peer, "it was put out to make room for others")
+            self._refuse(put_out_peer, "it was put out to make room for others")
         try:
             thread.start()
         except RuntimeError as error:  # as many threads as the system allows
@@ -241,7 +251,14 @@ class Listener:
                 self._strangers.pop(sock, None)
                 self._threads.discard(thread)
             sock.close()
-            self._on_refused(peer, f"it can't be served: {error}")
+            self._refuse(peer, f"it can't be served: {error}")
+
+    def _refuse(self, peer: str, why: str) -> None:
+        with self._lock:
+            held_back = self._sparingly.admit(time.monotonic())
+        if held_back is not None:
+            more = f" ({held_back} more were refused and not told)" if held_back else ""
+            self._on_refused(peer, f"{why}{more}")
 
     def _expire(self) -> float | None:
         """End what has expired, and say in how many seconds the next will; None for never."""
@@ -274,17 +291,17 @@ class Listener:
         try:
             claim, verdict = admit(sock, self._key, _after(self._limits.handshake_s), judge)
             if ticket is None:
-                if verdict is not Verdict.DONE:
-                    self._on_refused(peer, f"node {claim.node} was refused: {words(verdict)}")
+                if verdict not in (Verdict.DONE, Verdict.WELCOME):
+                    self._refuse(peer, f"node {claim.node} was refused: {words(verdict)}")
                 return
             if self._transfer(sock, ticket, peer):
                 ticket.done = True
                 self._retire(claim.ticket, ticket, Verdict.USED)
         except Cut as error:
             if self._is_stranger(sock):
-                self._on_refused(peer, f"it did not show that it has the job's secret: {error}")
+                self._refuse(peer, f"it did not show that it has the job's secret: {error}")
         except EverstepError as error:
-            self._on_refused(peer, str(error))
+            self._refuse(peer, str(error))
         finally:
             if ticket is not None:
                 self._leave(sock, ticket)
@@ -298,6 +315,9 @@ class Listener:
         """What to say to one who has the key; with the ticket if it is welcome, and counted in."""
         with self._lock:
             self._strangers.pop(sock, None)
+            if claim.use == Use.GREET:
+                known = hmac.compare_digest(claim.ticket, self.greeting)
+                return Verdict.WELCOME if known else Verdict.UNKNOWN, None
             ticket = self._tickets.get(claim.ticket)
             if ticket is None:
                 return self._too_late(claim), None
@@ -355,34 +375,6 @@ class Listener:
 def address_text(host: str, port: int) -> str:
     """An address for a person: "[::1]:29400"."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _listen(host: str, ports: Iterable[int]) -> socket.socket:
-    tried = list(ports)
-    refusal: OSError | None = None
-    for port in tried:
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            sock = socket.socket(family, kind)
-        except OSError as error:
-            raise UserError(f"{host} can't be listened on: {error}; name an interface") from error
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(128)
-            sock.setblocking(False)
-        except OSError as error:
-            sock.close()
-            refusal = error
-            continue
-        return sock
-    between = f"{tried[0]} to {tried[-1]}" if tried else "(none)"
-    raise UserError(
-        f"no port of {between} can be listened on at {host} ({refusal}); name a wider range, or an "
-        "address of this host"
-    )
 
 
 def _after(seconds: float) -> float:

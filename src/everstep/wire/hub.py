@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -93,7 +93,7 @@ class Hub(Generic[T]):
         self,
         *,
         host: str,
-        ports: range,
+        ports: Sequence[int],
         secret: Secret,
         receives: Any,
         on_joined: Callable[[int, str], None],
@@ -171,6 +171,12 @@ class Hub(Generic[T]):
             self._lose(there, f"it has left {there.ledger.unread_bytes} bytes unread")
             return False
         return self._put(there, frame)
+
+    def unread_bytes(self, peer: int) -> int:
+        """Bytes that were sent to a peer and are not known to be received; 0 for one that is not
+        there."""
+        there = self._peers.get(peer)
+        return 0 if there is None else there.ledger.unread_bytes
 
     def drop(self, peer: int, why: str) -> None:
         """End a peer's connection, telling it why. Nothing of it is told any more, neither a

@@ -41,7 +41,7 @@ class Welcome(Message):
     """The node has its number. `clock_s`: the coordinator's monotonic clock when it wrote this,
     `boot_id` of its host: on one host there is one clock. `term`: which of the job's coordinators
     it is, one after the other. `adopted`: what the node reported holds on, with its old number;
-    else it has no part in the job, and begins with nothing."""
+    else it reported nothing."""
 
     node: int
     term: int
@@ -49,6 +49,13 @@ class Welcome(Message):
     settings: NodeSettings
     clock_s: float
     boot_id: str
+
+
+class Displaced(Message):
+    """The job has gone on without what the node reported, since `why`: it ends its workers, and
+    registers anew, with nothing."""
+
+    why: str
 
 
 class Refuse(Message):
@@ -166,6 +173,7 @@ CopyOrder = Keepers | Take | Secured | Lend | Missing
 
 ToNode = (
     Welcome
+    | Displaced
     | Refuse
     | Launch
     | Kill

@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from everstep.errors import UserError
+from everstep.wire.ports import listen as free_port_of
 
 BATCH: Final = 64  # messages read in one turn of the loop, so that timers keep their time
 UNKNOWN: Final = "an address that was gone before it could be asked"
@@ -159,37 +158,13 @@ def address_text(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listen(host: str, ports: range) -> socket.socket:
-    """A listening socket on the first free port of `ports`. `host`: a numeric address of either
-    family, or `*` for all of both.
-
-    Raises UserError when there is none, or when the address is not one of this host's.
-    """
-    anywhere = host == "*"
-    family = socket.AF_INET6 if anywhere and socket.has_dualstack_ipv6() else socket.AF_INET
-    if ":" in host:
-        family = socket.AF_INET6
-    for port in ports:
-        try:
-            sock = socket.create_server(
-                ("" if anywhere else host, port),
-                family=family,
-                backlog=_BACKLOG,
-                dualstack_ipv6=anywhere and family == socket.AF_INET6,
-            )
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                continue
-            raise UserError(
-                f"can't listen on {address_text(host, port)}: {os.strerror(error.errno or 0)}; "
-                "give a numeric address of this host"
-            ) from error
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HELD_BACK_BYTES)
-        return sock
-    raise UserError(
-        f"no port from {ports.start} to {ports.stop - 1} is free on {host}: give another range"
-    )
+def listen(host: str, ports: Sequence[int]) -> socket.socket:
+    """A listening socket for a ROUTER, on the first free port of `ports`. Raises UserError as
+    `ports.listen` does."""
+    sock = free_port_of(host, ports, _BACKLOG)
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HELD_BACK_BYTES)
+    return sock
 
 
 def begin(fd: int) -> str:

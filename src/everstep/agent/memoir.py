@@ -1,0 +1,207 @@
+"""What an agent knows of its workers, for a coordinator that begins anew.
+
+Theory of operation: the agent sees all that is said to and by its workers. Of that it keeps, by
+worker, what makes up its place in the job: in which world it is, what it has committed, whether it
+runs in that world or was stopped in it. What ranks say that must be written down (commits with
+their scalars and records, results, notes, faults that fired) is kept until the coordinator says
+that it is: it may be lost with the coordinator, or said while there is none.
+
+It does not know the connection, nor what a coordinator makes of it. Pure state; loop thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from everstep.wire import messages, nodes
+from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
+
+Member = tuple[int, int]  # rank and incarnation
+_MUST_BE_WRITTEN = (
+    messages.Commit,
+    messages.Close,
+    messages.Finish,
+    messages.Fired,
+    messages.Note,
+)
+_MOST_UNWRITTEN = 10_000  # of a rank; a day without a coordinator must not cost the host's memory
+
+
+@dataclass(slots=True)
+class _Life:
+    """One living worker. `stopped`: the newest generation that it was told to stop, or that failed
+    for it."""
+
+    generation: int
+    joining: bool
+    settled: bool = False
+    stopped: int = -1
+    position: tuple[int, int] = (0, 0)
+    left_at: int | None = None
+    finished: bool = False
+    closed: bool = False
+    bye: bool = False
+
+
+@dataclass(slots=True)
+class _Unwritten:
+    """What one rank said that is not known to be written. `dropped`: how much of it was let go."""
+
+    said: deque[nodes.Said] = field(default_factory=deque)
+    dropped: int = 0
+
+
+class Memoirs:
+    """Of all workers of one node."""
+
+    def __init__(self) -> None:
+        self._lives: dict[Member, _Life] = {}
+        self._ended: dict[int, nodes.Died] = {}
+        self._unwritten: dict[int, _Unwritten] = {}
+        self._ranks: set[int] = set()
+        self._slot = -1
+
+    # ------------------------------------------------------------ what happens
+
+    def launched(self, spec: WorkerSpec) -> None:
+        """A worker is to be forked."""
+        self._ranks.add(spec.rank)
+        self._slot = spec.rank // spec.local_world_size
+        self._ended.pop(spec.rank, None)
+        life = _Life(generation=spec.generation, joining=spec.joiner)
+        self._lives[spec.rank, spec.incarnation] = life
+
+    def told(self, rank: int, incarnation: int, message: ToWorker) -> None:
+        """A worker is sent a message."""
+        life = self._lives.get((rank, incarnation))
+        if life is None:
+            return
+        match message:
+            case messages.Go() if not life.joining:
+                life.settled = True
+            case messages.Stop(generation=generation):
+                self._stop(life, generation)
+            case messages.Regroup(generation=generation):
+                life.generation, life.joining, life.settled = generation, False, False
+                life.left_at = life.left_at if life.closed else None
+            case messages.Closed():
+                life.closed = True
+            case messages.Bye():
+                life.bye = True
+
+    def said(self, rank: int, incarnation: int, message: FromWorker) -> None:
+        """A worker said something."""
+        life = self._lives.get((rank, incarnation))
+        if life is None:
+            return
+        match message:
+            case messages.Commit(step=step, sections=sections):
+                life.position = (step, sections)
+            case messages.Fault(generation=generation) | messages.Park(generation=generation):
+                self._stop(life, generation)
+            case messages.Receipt(generation=generation, ok=True):
+                life.settled = generation == life.generation > life.stopped
+            case messages.Close(step=step):
+                life.position = max(life.position, (step, 0))
+                life.left_at = step
+            case messages.Finish():
+                life.finished = True
+        if isinstance(message, messages.Park) and not message.holding.torn:
+            life.position = max(life.position, message.holding.position)
+        if isinstance(message, _MUST_BE_WRITTEN):
+            self._keep(nodes.Said(rank=rank, incarnation=incarnation, message=message))
+
+    def died(self, died: nodes.Died) -> None:
+        """A worker is gone."""
+        if self._lives.pop((died.rank, died.incarnation), None) is not None:
+            self._ended[died.rank] = died
+
+    def written(self, step: int) -> None:
+        """All commits up to `step`, and what was said before them, are written."""
+        for unwritten in self._unwritten.values():
+            said = unwritten.said
+            done = [n for n, each in enumerate(said) if _is_commit_up_to(each, step)]
+            for _ in range(done[-1] + 1 if done else 0):
+                said.popleft()
+
+    @staticmethod
+    def _stop(life: _Life, generation: int) -> None:
+        life.stopped = max(life.stopped, generation)
+        life.settled = life.settled and generation < life.generation
+
+    def _keep(self, said: nodes.Said) -> None:
+        unwritten = self._unwritten.setdefault(said.rank, _Unwritten())
+        unwritten.said.append(said)
+        if len(unwritten.said) > _MOST_UNWRITTEN:
+            unwritten.said.popleft()
+            unwritten.dropped += 1
+
+    # ------------------------------------------------------------ what is asked
+
+    @property
+    def disturbed(self) -> bool:
+        """Some rank of this node has no worker in its loop: the job can't go on by itself."""
+        held = {rank for rank, _ in self._lives}
+        return held != self._ranks or not all(life.settled for life in self._lives.values())
+
+    def settled(self) -> list[tuple[Member, int]]:
+        """The workers that are in their loops, or wait behind them, and the generation of the world
+        that they are in."""
+        return [
+            (member, life.generation)
+            for member, life in self._lives.items()
+            if life.settled and not life.finished
+        ]
+
+    def report(
+        self,
+        *,
+        term: int,
+        node: int,
+        kept: dict[int, tuple[tuple[int, FromWorker], ...]],
+        copies: Iterable[tuple[int, int]],
+    ) -> nodes.Report:
+        """All of it. The other arguments are as nodes.Report has them."""
+        return nodes.Report(
+            term=term,
+            node=node,
+            slot=self._slot,
+            members=tuple(
+                nodes.MemberReport(
+                    rank=rank,
+                    incarnation=incarnation,
+                    generation=life.generation,
+                    joining=life.joining,
+                    settled=life.settled,
+                    step=life.position[0],
+                    sections=life.position[1],
+                    left_at=life.left_at,
+                    finished=life.finished,
+                    closed=life.closed,
+                    bye=life.bye,
+                )
+                for (rank, incarnation), life in sorted(self._lives.items())
+            ),
+            ended=tuple(self._ended[rank] for rank in sorted(self._ended)),
+            kept=kept,
+            unwritten=tuple(each for rank in sorted(self._unwritten) for each in self._said(rank)),
+            copies=tuple(copies),
+        )
+
+    def _said(self, rank: int) -> Iterable[nodes.Said]:
+        unwritten = self._unwritten[rank]
+        yield from unwritten.said
+        if unwritten.dropped:
+            text = (
+                f"{unwritten.dropped} messages of rank {rank} are lost: there was no coordinator "
+                "for so long that the oldest had to be let go"
+            )
+            note = messages.Note(key=f"unwritten-{rank}", text=text)
+            yield nodes.Said(rank=rank, incarnation=0, message=note)
+
+
+def _is_commit_up_to(said: nodes.Said, step: int) -> bool:
+    message = said.message
+    return isinstance(message, messages.Commit) and message.step <= step

@@ -1,0 +1,253 @@
+"""The lease: which process may be a job's coordinator, and where it is found.
+
+Theory of operation. Who would coordinate acquires the lease, and with it a term that nobody has had
+before. It must ask `holds` before each thing that only one may do. The answer needs nobody else and
+is never too late: it is the local clock, compared with a time until which nobody else can have been
+given the lease. So a process that was stopped, and wakes long after its successor began, knows
+before it acts. What it had sent already is stopped by its term: an agent that has met a higher one
+hangs up on it. `lost` is for those who don't act, and should end.
+
+`InPlace` is the lease of a coordinator that comes back where it was: a lock in the run's directory,
+which ends with its process and not before. `launch/etcd.py` is the one that moves between hosts.
+Time is counted on a clock that goes on while the machine is suspended.
+
+It does not know what a coordinator does. A lock on a network file system is only as good as that
+file system's locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import math
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from everstep.errors import TransientError, UserError
+
+LOCK_FILE: Final = "coordinator.lock"
+TERM_FILE: Final = "coordinator.json"
+_LOOK_EVERY_S: Final = 0.05  # a try is two system calls
+
+
+class LeaseHeld(UserError):
+    """Another process coordinates the job; the message names it."""
+
+
+class LeaseLost(TransientError):
+    """The lease ended before what was asked for could be done; this process must not act."""
+
+
+def now_s() -> float:
+    """Seconds on the clock of all leases: since the host's boot, suspended or not."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a coordinator listens, and the term in which it does."""
+
+    host: str
+    port: int
+    term: int
+
+
+class Tenancy(Protocol):
+    """A lease that has been acquired; it is renewed in the background until it is released or lost.
+    Loop thread only."""
+
+    @property
+    def term(self) -> int:
+        """Higher than that of whoever held the lease before; given once."""
+
+    @property
+    def holds_until_s(self) -> float:
+        """Until when, on `now_s`, nobody else can be given the lease."""
+
+    @property
+    def holds(self) -> bool:
+        """Nobody else has the lease now. What was False once stays False. Does not block."""
+
+    @property
+    def lost(self) -> asyncio.Future[str]:
+        """Done, with the reason, when the lease does not hold any more and was not released."""
+
+    async def publish(self, host: str, port: int) -> None:
+        """Tell where the coordinator listens. Raises LeaseLost."""
+
+    async def release(self) -> None:
+        """Let the next one have it at once. Without an answer it ends by itself. May be called
+        twice, and when it is lost."""
+
+
+class Lease(Protocol):
+    """What may be held by one process at a time."""
+
+    async def acquire(self, wait_s: float, *, known_term: int = -1) -> Tenancy:
+        """Take the lease, waiting up to `wait_s` seconds for its holder to end; 0 tries once. The
+        term is higher than `known_term`, the highest of which the caller has heard.
+
+        Raises LeaseHeld when somebody else has it, TransientError when it can't be told, UserError
+        when it may not be asked for.
+        """
+
+
+class Finder(Protocol):
+    """What says where the coordinator is."""
+
+    async def where(self) -> Place | None:
+        """Where the holder of the lease listens; None while there is none. Raises TransientError
+        when it can't be told, UserError when it may not be asked for."""
+
+
+def make_lease(text: str, run_id: str, run_dir: Path, lease_s: float) -> Lease:
+    """The lease that `text` names, as `settings.coordinator_lease` has it: empty for one in the
+    run's directory, which must exist, or an address of etcd. `lease_s`: as in the settings.
+
+    Raises UserError for a text that names none.
+    """
+    if not text:
+        return InPlace(run_dir)
+    from everstep.launch.etcd import EtcdLease  # what a job in one place has no use for
+
+    return EtcdLease.at(text, run_id, lease_s)
+
+
+def make_finder(text: str, run_id: str, lease_s: float) -> Finder | None:
+    """What finds the coordinator of a job whose lease is `text`; None where it stays in its place,
+    which the agents are given. Raises UserError for a text that names none."""
+    if not text:
+        return None
+    from everstep.launch.etcd import EtcdLease
+
+    return EtcdLease.at(text, run_id, lease_s)
+
+
+class _Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """What TERM_FILE has: the newest holder, who may have ended."""
+
+    term: int
+    pid: int
+    machine: str
+    host: str = ""
+    port: int = 0
+
+
+class InPlace:
+    """The lease in a run's directory: the lock is held by at most one process, and TERM_FILE keeps
+    the term. It is a Finder, too, for those who see the directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    async def acquire(self, wait_s: float, *, known_term: int = -1) -> InPlaceTenancy:
+        """See Lease. Raises OSError if the directory can't be written. Blocks for the disk."""
+        deadline_s = now_s() + wait_s
+        lock = os.open(self._run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            while not _locked(lock):
+                if now_s() >= deadline_s:
+                    raise self._held(wait_s)
+                await asyncio.sleep(_LOOK_EVERY_S)
+            before = self._read()
+            term = max(known_term, -1 if before is None else before.term) + 1
+            holder = _Holder(term=term, pid=os.getpid(), machine=socket.gethostname())
+            _write_durably(self._run_dir / TERM_FILE, msgspec.json.encode(holder))
+        except BaseException:
+            os.close(lock)
+            raise
+        return InPlaceTenancy(self._run_dir / TERM_FILE, holder, lock)
+
+    async def where(self) -> Place | None:
+        """See Finder. The holder may have ended."""
+        holder = self._read()
+        if holder is None or not holder.host:
+            return None
+        return Place(host=holder.host, port=holder.port, term=holder.term)
+
+    def _read(self) -> _Holder | None:
+        path = self._run_dir / TERM_FILE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=_Holder)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise UserError(
+                f"{path}: not what a coordinator wrote ({error}); if no coordinator of this run "
+                "lives, remove the file, and the term is taken from the journal"
+            ) from error
+
+    def _held(self, wait_s: float) -> LeaseHeld:
+        holder = self._read()
+        who = "another process"
+        if holder is not None:
+            who = f"process {holder.pid} on {holder.machine} (term {holder.term})"
+        waited = f" and still does after {wait_s:g} s" if wait_s else ""
+        return LeaseHeld(
+            f"{self._run_dir}: {who} coordinates this run{waited}; leave it to that one, or end it "
+            "first"
+        )
+
+
+class InPlaceTenancy:
+    """A lock that is held; it ends with the process. See Tenancy."""
+
+    def __init__(self, path: Path, holder: _Holder, lock: int) -> None:
+        self._path = path
+        self._holder = holder
+        self._lock: int | None = lock
+        self.term = holder.term
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def holds_until_s(self) -> float:
+        """See Tenancy: as long as the process lives."""
+        return -math.inf if self._lock is None else math.inf
+
+    @property
+    def holds(self) -> bool:
+        """See Tenancy."""
+        return self._lock is not None
+
+    async def publish(self, host: str, port: int) -> None:
+        """See Tenancy. Raises OSError if the file can't be written. Blocks for the disk."""
+        if self._lock is None:
+            raise LeaseLost(f"{self._path}: the lease of term {self.term} has been released")
+        self._holder = msgspec.structs.replace(self._holder, host=host, port=port)
+        _write_durably(self._path, msgspec.json.encode(self._holder))
+
+    async def release(self) -> None:
+        """See Tenancy."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    """Replace a file's content, so that after a power cut it has the old or the new."""
+    fresh = path.with_name(path.name + ".new")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
+    fresh.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
