@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from everstep.wire.frames import Control, Hello, encode_control
+from everstep.wire.link import Find
 from everstep.wire.network import Hub, Limits, Link
 from everstep.wire.plumbing import curve_pair
 from everstep.wire.secret import Secret, make_secret
@@ -126,6 +127,7 @@ class LinkCase:
         host: str = LOCAL,
         secret: Secret = SECRET,
         limits: Limits | None = None,
+        find: Find | None = None,
     ) -> None:
         self.news = news
         self.events: list[str] = []
@@ -142,6 +144,7 @@ class LinkCase:
             on_lost=self._on_lost,
             on_waiting=self._on_waiting,
             limits=limits,
+            find=find,
         )
 
     def _on_joined(self) -> None:

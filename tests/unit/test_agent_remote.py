@@ -11,6 +11,11 @@ import pytest
 from everstep.agent import clocks
 from everstep.agent.fleet import Fleet
 from everstep.agent.remote import Registry, RemoteNode
+from everstep.core.coordinator import Coordinator
+from everstep.core.ladder import Policy
+from everstep.core.nodes import Layout
+from everstep.core.overview import Overview
+from everstep.observe.view import View
 from everstep.types import Cause, Record
 from everstep.wire import nodes
 from everstep.wire.messages import Commit, ScriptSpec
@@ -40,6 +45,13 @@ class FleetOnPaper:
         self.exit_code = 0
         self.nodes: dict[int, RemoteNode] = {}
         self.told: list[tuple[Any, ...]] = []
+        self.waits_for: set[int] = set()
+
+    def expects(self, report: nodes.Report) -> bool:
+        return report.node in self.waits_for
+
+    def back(self, host: str, domain: str, report: nodes.Report) -> None:
+        self.told.append(("back", host, domain, report))
 
     def add(self, number: int, node: RemoteNode) -> None:
         self.nodes[number] = node
@@ -60,11 +72,23 @@ class FleetOnPaper:
         self.told.append(("lost", number, cause.text))
 
     def record(self, record: Record, *, shown: bool = True) -> None:
+        if record.event == "node_displaced":
+            self.told.append(("displaced", record.fields["node"], record.fields["text"]))
         if record.event == "note":
             self.told.append(("note", record.fields["text"]))
 
     def failed(self, error: BaseException) -> None:
         self.told.append(("failed", str(error)))
+
+    def also_show(self, view: View) -> None:
+        self.view = view
+
+    def overview(self) -> Overview:
+        core = Coordinator(4, Policy(), Layout(nproc_per_node=2, nnodes=2))
+        return core.overview(0.0)
+
+    def end_asked(self, *, now: bool) -> None:
+        self.told.append(("end", now))
 
 
 class Agent:
@@ -95,7 +119,7 @@ class Agent:
 class Case:
     """A registry on loopback, and its agents."""
 
-    def __init__(self) -> None:
+    def __init__(self, term: int = 0) -> None:
         self.secret = make_secret()
         self.fleet = FleetOnPaper()
         self.registry = Registry(
@@ -109,6 +133,7 @@ class Case:
             script_digest="d",
             nproc_per_node=2,
             must_start=False,
+            term=term,
         )
         self.agents: list[Agent] = []
 
@@ -130,9 +155,9 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def play(act: Callable[[Case], Awaitable[None]]) -> None:
+def play(act: Callable[[Case], Awaitable[None]], term: int = 0) -> None:
     async def run() -> None:
-        case = Case()
+        case = Case(term)
         try:
             await act(case)
         finally:
@@ -278,3 +303,62 @@ def test_times_are_moved_to_the_coordinators_clock() -> None:
     moved = clocks.message(commit, moved_s)
     assert isinstance(moved, Commit)
     assert moved.t == 103.0
+
+
+def report(node: int, term: int = 0) -> nodes.Report:
+    return nodes.Report(
+        term=term, node=node, slot=1, members=(), ended=(), kept={}, unwritten=(), copies=()
+    )
+
+
+def test_an_agent_of_an_earlier_coordinator_is_adopted_where_it_is_waited_for() -> None:
+    async def act(case: Case) -> None:
+        case.fleet.waits_for = {5}
+        agent = case.agent()
+        await agent.register(domain="rack=1", report=report(5, term=1))
+        (welcome,) = agent.heard
+        assert isinstance(welcome, nodes.Welcome)
+        assert (welcome.node, welcome.term, welcome.adopted) == (5, 2, True)
+        back = ("back", "h", "rack=1", report(5, term=1))
+        assert await case.until_told("back") == back
+        said = Commit(generation=1, step=2, t=3.0, log={}, record=None)
+        agent.link.send(nodes.Said(rank=1, incarnation=4, message=said))
+        assert await case.until_told("said") == ("said", 5, 1, 4, said)
+        agent.link.close()
+        assert (await case.until_told("lost", 5))[1] == 5
+
+    play(act, term=2)
+
+
+@pytest.mark.parametrize(
+    ("term", "why"),
+    [(2, "its connection was lost"), (1, "the coordinator of term 2 has not waited for it")],
+)
+def test_an_agent_whose_place_was_given_away_is_told_and_begins_as_another(
+    term: int, why: str
+) -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register(report=report(5, term=term))
+        (displaced,) = agent.heard
+        assert isinstance(displaced, nodes.Displaced)
+        assert why in displaced.why
+        assert (await case.until_told("displaced", 5))[2] == displaced.why
+        agent.heard.clear()
+        await agent.register()
+        (welcome,) = agent.heard
+        assert isinstance(welcome, nodes.Welcome)
+        assert (welcome.node, welcome.adopted) == (2_000_000, False)
+        assert list(case.fleet.nodes) == [2_000_000]
+
+    play(act, term=2)
+
+
+def test_numbers_of_another_term_are_never_those_of_an_earlier_one() -> None:
+    async def act(case: Case) -> None:
+        case.fleet.waits_for = {0}
+        for name, given in (("a", report(0)), ("b", None), ("c", None)):
+            await case.agent().register(name=name, report=given)
+        assert list(case.fleet.nodes) == [0, 1_000_000, 1_000_001]
+
+    play(act, term=1)

@@ -27,7 +27,7 @@ from tests.unit.netcases import (
     on_a_loop,
 )
 
-from everstep.errors import UserError
+from everstep.errors import TransientError, UserError
 from everstep.wire.channel import ChannelError
 from everstep.wire.frames import Beat, Hello, Welcome, encode_data
 from everstep.wire.network import Limits
@@ -116,6 +116,42 @@ async def test_a_hub_that_comes_back_is_a_new_connection() -> None:
         assert link.link.send(Ping(2))
         await news.until(lambda: second.got)
         assert second.got == [(0, Ping(2))]
+        second.hub.close()
+
+
+@on_a_loop
+async def test_a_link_that_leaves_comes_again_by_another_connection() -> None:
+    async with linked() as (news, hub, link):
+        link.link.send(Ping(1))
+        link.link.leave("an older one")
+        await news.until(lambda: hub.lost and link.events[-1] == "joined" and len(hub.joined) == 2)
+        assert hub.got == [(0, Ping(1))]
+        assert hub.lost[0][1].endswith(": it left: an older one")
+        assert link.lost == ["an older one"]
+        assert link.events == ["joined", "lost", "joined"]
+
+
+@on_a_loop
+async def test_a_link_asks_where_the_hub_is_before_each_attempt() -> None:
+    news = News()
+    first, second = HubCase(news), HubCase(news)
+    places: list[tuple[str, int] | None] = [None, (LOCAL, first.hub.port), (LOCAL, second.hub.port)]
+
+    async def find() -> tuple[str, int]:
+        place = places.pop(0)
+        if place is None:
+            raise TransientError("nobody has the lease")
+        return place
+
+    link = LinkCase(news, 1, host="no-such-host.invalid", find=find)
+    try:
+        await news.until(lambda: first.joined)
+        assert link.waiting == ["nobody has the lease"]
+        first.hub.close()
+        await news.until(lambda: second.joined)
+        assert not places
+    finally:
+        link.link.close()
         second.hub.close()
 
 

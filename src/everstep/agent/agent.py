@@ -107,7 +107,7 @@ class _Agent:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._leave, number)
         sweep(self._settings.shm_dir)
-        link: Link[nodes.ToNode] = Link(
+        self._link: Link[nodes.ToNode] = Link(
             host=self._settings.coordinator[0],
             port=self._settings.coordinator[1],
             secret=self._secret,
@@ -124,7 +124,7 @@ class _Agent:
                 if self._leaving is not None:
                     return 128 + self._leaving
                 key = self._secret.bulk_key()
-                self._tenure = _Tenure(self._settings, self._environ, link, key)
+                self._tenure = _Tenure(self._settings, self._environ, self._link, key)
                 ending = await self._tenure.run()
                 self._tenure = None
                 if ending.error is not None:
@@ -132,7 +132,7 @@ class _Agent:
                 if ending.exit_code is not None:
                     return ending.exit_code
         finally:
-            link.close()
+            self._link.close()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
@@ -157,7 +157,11 @@ class _Agent:
 
     def _take(self, message: nodes.ToNode) -> None:
         if isinstance(message, nodes.Welcome):
-            self._newest_term = max(self._newest_term, message.term)
+            if message.term < self._newest_term:
+                newest = self._newest_term
+                self._link.leave(f"term {message.term} has ended: that of {newest} has begun")
+                return
+            self._newest_term = message.term
         if self._tenure is not None:
             self._tenure.take(message)
 
@@ -177,6 +181,8 @@ class _Agent:
             self._joined.set()
         elif self._leaving is not None or orphan:
             self._tenure.hurry()
+        else:
+            self._tenure.leave_word(number, wait_s)
         self._leaving = number
         if self._tenure is not None:
             self._tenure.end(_Ending(terminate=True, wait_s=wait_s, exit_code=128 + number))
@@ -262,6 +268,11 @@ class _Tenure:
         """The tenure is over; the first ending counts."""
         if not self._ending.done():
             self._ending.set_result(ending)
+
+    def leave_word(self, number: int, grace_s: float) -> None:
+        """Tell the coordinator that signal `number` ends this node, before its workers end: their
+        deaths are no failures, and another node can take their ranks meanwhile."""
+        self._send(nodes.Leaving(signal=number, grace_s=grace_s))
 
     def hurry(self) -> None:
         """An end that waits for workers waits no longer."""

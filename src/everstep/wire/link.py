@@ -22,7 +22,7 @@ import asyncio
 import random
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
@@ -52,6 +52,8 @@ from everstep.wire.plumbing import BATCH, Monitor, Watched, address_text, curve_
 from everstep.wire.secret import Secret
 
 T = TypeVar("T")
+Find = Callable[[], Awaitable[tuple[str, int]]]
+"""Says where the coordinator is now; raises TransientError when nobody knows."""
 _FIRST_RETRY_S: Final = 0.05
 _NEVER_MS: Final = 3_600_000
 _ENDINGS: Final = {
@@ -71,7 +73,8 @@ class Link(Generic[T]):
 
     Callbacks: `on_joined()`; then `on_message(message)` for each message, in the order sent; then
     `on_lost(why)` once, and `on_joined()` again when the next connection stands. `on_waiting(why)`
-    tells why no connection comes about, when the reason changes.
+    tells why no connection comes about, when the reason changes. `find`: asked before each attempt
+    for the host and port to try, where they may change.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Link(Generic[T]):
         on_lost: Callable[[str], None],
         on_waiting: Callable[[str], None],
         limits: Limits | None = None,
+        find: Find | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.loop = asyncio.get_running_loop()
@@ -97,6 +101,7 @@ class Link(Generic[T]):
         self.coordinators_key = curve_pair(secret.coordinator_private_key())[0]
         self._host = host
         self._port = port
+        self._find = find
         self._on_lost = on_lost
         self._on_waiting = on_waiting
         self._closed = False
@@ -117,6 +122,11 @@ class Link(Generic[T]):
     def unread_bytes(self) -> int:
         """Bytes that were sent and are not known to be received; 0 without a connection."""
         return 0 if self._connection is None else self._connection.unread_bytes
+
+    def leave(self, why: str) -> None:
+        """End this connection, and try for another one. Nothing without one."""
+        if self._connection is not None:
+            self._connection.leave(why)
 
     def close(self, why: str = "the agent has ended", linger_s: float = 0.2) -> None:
         """Say goodbye and stop for good; nothing is told after. Blocks until what is queued is
@@ -160,6 +170,8 @@ class Link(Generic[T]):
 
     async def _connect(self) -> _Connection[T]:
         """One attempt. Raises TransientError, which says why there is no connection."""
+        if self._find is not None:
+            self._host, self._port = await self._find()
         why = "it has no address"
         for address in await self._addresses():
             connection = _Connection(self, address)
@@ -260,6 +272,12 @@ class _Connection(Generic[T]):
             return False
         self._put(frame)
         return True
+
+    def leave(self, why: str) -> None:
+        """Say goodbye; the end is told as any other is."""
+        if not self.ended.done():
+            self._put(encode_control(Bye(why)))
+            self._end(why)
 
     def close(self, why: str = "", linger_s: float = 0) -> None:
         """Close the sockets; with `why`, say goodbye first. May be called twice."""
