@@ -6,8 +6,9 @@ second of which meets the step when it is done again. A rank that took the step 
 never came to the place, meets the fault at that place of its next step.
 
 `node:index=I,step=S` cuts the power of a whole node, `agent:index=I,step=S` ends its agent alone:
-of the node that holds slot I, when the first rank of the slot comes to the place. They need a job
-whose nodes are processes of their own.
+of the node that holds slot I, when the first rank of the slot comes to the place.
+`coordinator:[rank=R,]step=S` kills the coordinator when the rank, 0 unless said otherwise, comes to
+the place; the rank goes on. All three need a job whose nodes are processes of their own.
 
 `random:count=N,seed=K,steps=A-B[,kinds=a+b][,places=c+d]` stands for N faults, drawn here, before
 anything starts, and from then on like any that was written. Equal seed, steps and world give equal
@@ -50,7 +51,9 @@ IN_STEP = ("forward", "backward", "fence", "optimizer", "commit")
 IN_RECOVERY = ("recovery", "rebuild", "fetch", "serve")
 """Places that a rank comes to only when something has failed."""
 
-NO_FAILURE = ("slow", "corrupt")
+OF_COORDINATOR = "coordinator"
+"""The kind that ends the coordinator."""
+NO_FAILURE = ("slow", "corrupt", OF_COORDINATOR)
 """Kinds after which the rank goes on: a failure that comes later is another's."""
 SILENT = ("stop", "hang")
 """Kinds that nobody is told of: the rank does not go on, and is found by its silence."""
@@ -59,6 +62,7 @@ OF_NODES = ("node", "agent")
 
 FORM = "KIND:rank=R,step=S[,at=" + "|".join(PLACES) + "]"
 NODE_FORM = "node|agent:index=I,step=S[,at=PLACE]"
+COORDINATOR_FORM = "coordinator:[rank=R,]step=S[,at=PLACE]"
 RANDOM = "random"
 RANDOM_FORM = "random:count=N,seed=K,steps=A-B[,kinds=KIND+...][,places=PLACE+...]"
 DEFAULT_PLACE = "backward"
@@ -97,11 +101,13 @@ def parse(text: str, index: int = 0, nproc_per_node: int = 1) -> ChaosSpec:
     head, colon, tail = text.strip().partition(":")
     kind, code, factor = _parse_kind(text, head)
     of_node = kind in OF_NODES
-    form, keys = (NODE_FORM, _NODE_KEYS) if of_node else (FORM, _KEYS)
+    form, keys = _grammar(kind)
     if not colon:
         where = "no slot" if of_node else "no rank"
         raise _refusal(text, f"it names {where} and no step; write {form}")
     values = _parse_pairs(text, tail, keys, form)
+    if kind == OF_COORDINATOR:
+        values.setdefault("rank", "0")
     place = _parse_place(text, values.get("at", DEFAULT_PLACE))
     _need(text, values, keys[:1] if place == SETUP else keys[:2], form)
     who = _number(text, keys[0], values[keys[0]])
@@ -142,10 +148,10 @@ def parse_all(
         written += [text] if drawn is None else _draw(drawn, world_size, per_node)
     specs = tuple(parse(text, index, per_node) for index, text in enumerate(written))
     for spec in specs:
-        if spec.kind in OF_NODES and nproc_per_node is None:
+        if spec.kind in (*OF_NODES, OF_COORDINATOR) and nproc_per_node is None:
+            lost = "nodes" if spec.kind in OF_NODES else "coordinator of its own"
             raise _refusal(
-                spec.text,
-                "this job has no nodes to lose; give it some with --local-nodes",
+                spec.text, f"this job has no {lost} to lose; give it nodes with --local-nodes"
             )
     check_world(specs, world_size, per_node)
     return specs
@@ -226,6 +232,13 @@ def _factor(text: str, number: str) -> float:
             text, "slow=F takes how many times as long the step is to take, a number above 1"
         )
     return factor
+
+
+def _grammar(kind: str) -> tuple[str, Sequence[str]]:
+    """How a fault of `kind` is written, and its keys."""
+    if kind in OF_NODES:
+        return NODE_FORM, _NODE_KEYS
+    return COORDINATOR_FORM if kind == OF_COORDINATOR else FORM, _KEYS
 
 
 def _counted(kind: str) -> str:

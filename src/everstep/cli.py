@@ -18,8 +18,11 @@ from everstep import __version__
 from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
+    from everstep.launch.job import JobResult
+    from everstep.observe.view import View
     from everstep.settings import RunSettings, Source
     from everstep.wire.messages import ScriptSpec
+    from everstep.wire.secret import Secret
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -86,9 +89,21 @@ def _run_options(command: Command) -> Command:
             "--spares", type=int, metavar="N", help="Nodes beyond those, to replace lost ones. [0]"
         ),
         click.option(
+            "--grace-s",
+            type=float,
+            metavar="S",
+            help="Seconds from SIGTERM to SIGKILL when somebody ends the job, or a node of it. [5]",
+        ),
+        click.option(
             "--copies",
-            type=click.Choice(["off", "sync"]),
+            type=click.Choice(["off", "sync", "async"]),
             help="Copy shards that have no replica, in each step, into memory. [off]",
+        ),
+        click.option(
+            "--replicate-every",
+            type=int,
+            metavar="N",
+            help="With --copies async: every how many steps. [1]",
         ),
         click.option(
             "-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."
@@ -116,16 +131,19 @@ def _run_options(command: Command) -> Command:
     return command
 
 
-@main.command(context_settings=_SCRIPT_LAST)
-@click.option(
-    "--dry-run", is_flag=True, help="Check everything, print what would be run, start nothing."
-)
-@click.option(
+_chaos_option = click.option(
     "--chaos",
     multiple=True,
     metavar="SPEC",
     help="A fault on purpose: KIND:rank=R,step=S[,at=PLACE], or random:count=N,seed=K,steps=A-B.",
 )
+
+
+@main.command(context_settings=_SCRIPT_LAST)
+@click.option(
+    "--dry-run", is_flag=True, help="Check everything, print what would be run, start nothing."
+)
+@_chaos_option
 @_run_options
 def run(dry_run: bool, **options: Any) -> None:
     """Run SCRIPT on every rank, and go on when one of them fails.
@@ -197,6 +215,29 @@ def prove(faults: tuple[str, ...], json_path: str | None, **options: Any) -> Non
     sys.exit(run_proof(settings, specs, Path(json_path) if json_path else None, sys.stdout))
 
 
+@main.command(context_settings=_SCRIPT_LAST)
+@_chaos_option
+@_run_options
+def coordinator(**options: Any) -> None:
+    """Coordinate a job on several hosts from here, without being one of its nodes.
+
+    It is started like `run`, and takes the job over if the directory of --run-id says that it runs.
+    Ctrl-C ends the job. SIGTERM ends the coordinator alone: the steps go on, and the next one takes
+    the job over."""
+    from everstep.launch import preflight
+    from everstep.launch.coordinating import run_coordinator
+
+    settings, _ = _resolve(options)
+    _warn_of_slips(settings)
+    if not settings.coordinator:
+        raise UserError(
+            "a coordinator on its own needs an address at which the nodes find it; give "
+            "--coordinator HOST:PORT, and the same to the nodes"
+        )
+    preflight.check(settings, resume=True)
+    sys.exit(_show(settings, run_coordinator))
+
+
 @main.command()
 @click.option(
     "--coordinator",
@@ -212,6 +253,12 @@ def prove(faults: tuple[str, ...], json_path: str | None, **options: Any) -> Non
     metavar="IF",
     help="Network interface of its workers. [that which leads to the coordinator]",
 )
+@click.option(
+    "--grace-s",
+    type=float,
+    metavar="S",
+    help="Seconds from SIGTERM to SIGKILL of its workers when it is asked to end. [5]",
+)
 @click.option("--config", metavar="FILE", help="Settings file. [everstep.toml, if there]")
 def agent(
     coordinator: str,
@@ -219,6 +266,7 @@ def agent(
     host: str | None,
     domain: str | None,
     interface: str | None,
+    grace_s: float | None,
     config: str | None,
 ) -> None:
     """Be a node of a job: run the workers that its coordinator asks for.
@@ -227,7 +275,12 @@ def agent(
     in the directory in which the script's path leads to the script."""
     from everstep.settings import OF_AGENTS, resolve
 
-    options = {"coordinator": coordinator, "domain": domain, "interface": interface}
+    options = {
+        "coordinator": coordinator,
+        "domain": domain,
+        "interface": interface,
+        "grace_s": grace_s,
+    }
     file = Path(config) if config else None
     settings, _ = resolve(options, os.environ, file, only=OF_AGENTS)
     sys.exit(_be_agent(settings, name, host))
@@ -236,7 +289,8 @@ def agent(
 def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
     import socket
 
-    from everstep.agent.agent import AgentSettings, run_agent
+    from everstep.agent.agent import run_agent
+    from everstep.agent.tenure import AgentSettings
     from everstep.settings import endpoint, secret_of, without_secret
 
     machine = host or socket.gethostname()
@@ -246,6 +300,7 @@ def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
         host=machine,
         domain=settings.domain,
         interface=settings.interface,
+        ports=settings.listening_ports,
         log_dir=Path(settings.log_dir),
         shm_dir=Path(settings.shm_dir),
         join_timeout_s=settings.join_nodes_timeout_s,
@@ -265,6 +320,119 @@ def secret(file: Path) -> None:
     from everstep.wire.secret import make_secret
 
     make_secret().write(file)
+
+
+def _client_options(command: Command) -> Command:
+    """The options of those commands that ask a running job."""
+    decorators = [
+        click.option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            help="Where the job's coordinator listens; [::1]:PORT for IPv6.",
+        ),
+        click.option(
+            "--timeout",
+            "timeout_s",
+            type=click.FloatRange(min=0, min_open=True),
+            default=10.0,
+            metavar="S",
+            help="Seconds to wait for an answer, and for a coordinator that comes back. [10]",
+        ),
+    ]
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+@main.command()
+@_client_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.argument("run_dir", metavar="[RUN_DIR]", required=False, type=click.Path(path_type=Path))
+def status(coordinator: str | None, timeout_s: float, as_json: bool, run_dir: Path | None) -> None:
+    """Print what a job is doing: asked of its coordinator, or read from the journal in RUN_DIR.
+
+    To ask, the job's secret must be in EVERSTEP_SECRET, or in the file that EVERSTEP_SECRET_FILE
+    names. Exits with 3 if there is no such job, or it can't be reached."""
+    from everstep.observe.retrace import is_written, status_of_run
+    from everstep.observe.screen import Screen
+    from everstep.observe.status import as_json as json_of
+    from everstep.observe.status import show
+    from everstep.settings import resolve
+
+    gone = False
+    if run_dir is None:
+        from everstep.launch.client import ask_status
+
+        found = ask_status(*_job_of(coordinator), timeout_s, _say)
+    elif coordinator:
+        raise UserError("a job is asked, or its journal read: give --coordinator or RUN_DIR")
+    else:
+        found = status_of_run(run_dir)
+        gone = found.exit_code is None and not is_written(run_dir)
+    if as_json:
+        click.echo(json_of(found))
+    else:
+        show(found, Screen(sys.stdout, resolve({}, os.environ, only=["color"])[0].color))
+    if gone:
+        _say("its journal has no end, and nobody on this machine writes it: the job was killed")
+        sys.exit(3)
+
+
+@main.command()
+@_client_options
+@click.option("--rank", "ranks", type=int, multiple=True, metavar="R", help="Only rank R's lines.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the newest N lines.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is printed from now on.")
+def logs(
+    coordinator: str | None,
+    timeout_s: float,
+    ranks: tuple[int, ...],
+    tail: int | None,
+    follow: bool,
+) -> None:
+    """Print what the workers of a running job printed of late, and what happened to it.
+
+    Who reads too slowly misses lines, and is told how many; the job waits for nobody. All lines are
+    in the logs of the hosts on which the ranks run."""
+    from everstep.launch.client import read_logs
+    from everstep.observe.console import LinePrinter
+    from everstep.settings import resolve
+    from everstep.wire.clients import AskLogs
+
+    where, secret = _job_of(coordinator)
+    printer = LinePrinter(resolve({}, os.environ, only=["color"])[0].color)
+    asked = AskLogs(ranks=ranks, follow=follow, tail=-1 if tail is None else tail)
+    try:
+        read_logs(where, secret, timeout_s, asked, printer, _say)
+    except KeyboardInterrupt:
+        # Not by way of the interpreter's end, at which a write that hangs would hold us up.
+        os._exit(130)
+
+
+@main.command()
+@_client_options
+@click.option("--now", is_flag=True, help="Do not wait for the workers, as a second Ctrl-C.")
+def stop(coordinator: str | None, timeout_s: float, now: bool) -> None:
+    """End a running job, as Ctrl-C would, and wait until it has ended.
+
+    Its workers get SIGTERM, and SIGKILL after the job's grace_s."""
+    from everstep.launch.client import stop_job
+
+    stop_job(*_job_of(coordinator), timeout_s, _say, now=now)
+
+
+def _job_of(coordinator: str | None) -> tuple[tuple[str, int], Secret]:
+    """Where a job's coordinator listens, and the job's secret."""
+    from everstep.settings import endpoint, resolve, secret_of
+
+    given, _ = resolve({"coordinator": coordinator}, os.environ, only=["coordinator"])
+    if not given.coordinator:
+        raise UserError("which job? give --coordinator HOST:PORT, where its coordinator listens")
+    return endpoint(given.coordinator), secret_of(os.environ)
+
+
+def _say(text: str) -> None:
+    click.echo(f"everstep: {text}", err=True)
 
 
 @main.group()
@@ -360,25 +528,35 @@ def _coordinates(settings: RunSettings) -> bool:
     from everstep.settings import endpoint
 
     host, port = endpoint(settings.coordinator)
-    return can_listen(numeric(host), port)
+    return can_listen(numeric(host, alone=settings.nnodes == 1), port)
 
 
 def _run(settings: RunSettings, off: bool) -> int:
+    if not off:
+        from everstep.launch.local import run_job
+
+        return _show(settings, run_job)
+    from everstep.launch.plain import run_plain
     from everstep.observe.console import ConsoleView
 
     view = ConsoleView(settings)
     try:
-        if off:
-            from everstep.launch.plain import run_plain
+        click.echo("everstep: EVERSTEP=off: this run is not protected", err=True)
+        plain = run_plain(settings, view)
+        if plain.text:
+            click.echo(f"everstep: {plain.text}", err=True)
+        return plain.exit_code
+    finally:
+        view.close()
 
-            click.echo("everstep: EVERSTEP=off: this run is not protected", err=True)
-            plain = run_plain(settings, view)
-            if plain.text:
-                click.echo(f"everstep: {plain.text}", err=True)
-            return plain.exit_code
-        from everstep.launch.local import run_job
 
-        result = run_job(settings, view)
+def _show(settings: RunSettings, run: Callable[[RunSettings, View], JobResult]) -> int:
+    """Run a job, show it, and say at the end how it went. Returns the exit code."""
+    from everstep.observe.console import ConsoleView
+
+    view = ConsoleView(settings)
+    try:
+        result = run(settings, view)
     finally:
         view.close()
     view.summarize(result.run_dir)

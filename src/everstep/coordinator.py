@@ -92,6 +92,10 @@ class Effects(Protocol):
         processes of the node. The loss comes back by `node_lost`."""
         ...
 
+    def fall(self) -> None:
+        """A fault on purpose: end this process, as by SIGKILL."""
+        ...
+
     def inspect(self) -> None:
         """Have all workers show their stacks; what is found comes back by `inspected`, soon."""
         ...
@@ -100,8 +104,17 @@ class Effects(Protocol):
         """Send a message. Nothing, if the worker is dead."""
         ...
 
-    def keepers(self, keepers: Mapping[int, int]) -> None:
-        """Tell all nodes which of them keeps the copies of which rank."""
+    def peers(self, guardians: Mapping[int, int | None]) -> None:
+        """Tell the nodes that hold slots which these are, and of each its guardian."""
+        ...
+
+    def keepers(self, generation: int, keepers: Mapping[int, int], steps: tuple[int, ...]) -> None:
+        """Tell all nodes which of them keeps the copies of which rank, and that copies of other
+        steps than `steps` are of no use any more."""
+        ...
+
+    def copy_order(self, node: int, order: nodes.CopyOrder) -> bool:
+        """Tell a node something about copies. False if it is not there."""
         ...
 
     def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
@@ -218,9 +231,19 @@ class CoordinatorShell:
             fired = self._fired.pop(member, None) or fired
         self._feed(events.NodeLost(node=node, cause=translation.final_cause(cause, None, fired)))
 
-    def copied(self, rank: int, incarnation: int, step: int, node: int) -> None:
-        """A copy of the rank's state is complete on `node`."""
-        self._feed(events.Copied(rank=rank, incarnation=incarnation, step=step, node=node))
+    def copied(self, news: nodes.Took, node: int) -> None:
+        """A copy of a rank's state is complete on `node`."""
+        about = {"rank": news.rank, "incarnation": news.incarnation, "step": news.step}
+        self._feed(events.Copied(**about, generation=news.generation, node=node))
+
+    def copy_waived(self, news: nodes.Untaken) -> None:
+        """The keeper of a rank can't have its copy."""
+        about = {"rank": news.rank, "incarnation": news.incarnation, "step": news.step}
+        self._feed(events.CopyWaived(**about, generation=news.generation))
+
+    def copy_spoiled(self, rank: int, step: int, node: int) -> None:
+        """The copy of `rank` at `step` on `node` is not there, or not what was written."""
+        self._feed(events.CopySpoiled(rank=rank, step=step, node=node))
 
     def copies_of(self, rank: int, step: int) -> Collection[int]:
         """The nodes that have a copy of `rank` at `step`."""
@@ -241,9 +264,7 @@ class CoordinatorShell:
         member = (rank, incarnation)
         match message:
             case messages.Capsule():
-                self._kept.capsule(rank, message)
-                if message.turn:
-                    self._effects.send(rank, incarnation, messages.Kept(turn=message.turn))
+                self._kept.take(rank, incarnation, message)
             case messages.Address():
                 self._exchange(member, message)
             case messages.Fired():
@@ -251,10 +272,8 @@ class CoordinatorShell:
             case messages.Park():
                 self._groups[rank] = message.groups
                 self._feed(self._event(member, message))
-            case messages.Once():
-                self._kept.once(rank, message)
-            case messages.Tape():
-                self._kept.tape(rank, incarnation, message)
+            case messages.Once() | messages.Tape():
+                self._kept.take(rank, incarnation, message)
             case messages.Raised():
                 self._raised[member] = message.cause
             case messages.Note():
@@ -273,15 +292,8 @@ class CoordinatorShell:
     def _remember(self, rank: int, incarnation: int, message: FromWorker) -> None:
         """Keep what an agent has kept."""
         match message:
-            case messages.Protect(rng_key=key):
-                self._kept.rng_key(rank, key)
-            case messages.Capsule():
-                self._kept.capsule(rank, message)
-            case messages.Once():
-                self._kept.once(rank, message)
-            case messages.Tape():
-                self._kept.begin_tape(rank, incarnation, anew=False)
-                self._kept.tape(rank, incarnation, message)
+            case messages.Protect() | messages.Once() | messages.Tape() | messages.Capsule():
+                self._kept.take(rank, incarnation, message)
             case _:
                 raise TypeError(f"{type(message).__name__} is nothing that is kept of a rank")
 
@@ -346,6 +358,8 @@ class CoordinatorShell:
         if fault.kind in chaos.OF_NODES:
             rank, incarnation = member
             self._effects.cut(rank, incarnation, whole=fault.kind == "node")
+        elif fault.kind == chaos.OF_COORDINATOR:
+            self._effects.fall()
 
     def _note(self, rank: int, note: messages.Note) -> None:
         shown = note.key not in self._note_keys
@@ -357,10 +371,10 @@ class CoordinatorShell:
 
     def _keep(self, member: Member, message: FromWorker) -> None:
         """What a message carries beside its event."""
-        rank, _ = member
+        rank, incarnation = member
         match message:
             case messages.Protect():
-                self._kept.rng_key(rank, message.rng_key)
+                self._kept.take(rank, incarnation, message)
             case messages.Commit():
                 if message.step > self._logged.get(rank, 0):  # else a successor says it again
                     self._logged[rank] = message.step
@@ -432,11 +446,15 @@ class CoordinatorShell:
                 self._effects.send(action.rank, action.incarnation, position)
             case actions.SendRegroup():
                 self._send_regroup(action)
-            case actions.SendKeepers(keepers=keepers):
-                self._effects.keepers(keepers)
-            case actions.SendGo(copied=copied):
+            case actions.SendPeers(guardians=guardians):
+                self._effects.peers(guardians)
+            case actions.SendKeepers(generation=generation, keepers=keepers, steps=steps):
+                self._effects.keepers(generation, keepers, steps)
+            case actions.DropCopies(generation=generation, rank=rank, node=node):
+                self._effects.copy_order(node, nodes.Drop(rank=rank, generation=generation))
+            case actions.SendGo(copied=copied, copy_every=every):
                 for rank, incarnation in action.to:
-                    go = messages.Go(copies=bool(copied), copy=rank in copied)
+                    go = messages.Go(copies=bool(copied), copy=rank in copied, copy_every=every)
                     self._effects.send(rank, incarnation, go)
             case actions.SendClosed():
                 self._send_all(action.to, messages.Closed())
@@ -467,6 +485,7 @@ class CoordinatorShell:
                 groups=groups,
                 sections=action.plan.sections,
                 kept=kept,
+                copies=action.copies,
             )
             self._effects.send(rank, incarnation, message)
 

@@ -21,27 +21,31 @@ import secrets
 import time
 import tomllib
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from everstep import chaos as faults
 from everstep.errors import UserError
+from everstep.quantities import bytes_per_s
 from everstep.spelling import nearest
 from everstep.wire.messages import ChaosSpec, ScriptSpec
+from everstep.wire.ports import ports_of, without
 from everstep.wire.secret import Secret
 
 DEFAULT_FILE = "everstep.toml"
 ENVIRONMENT_PREFIX = "EVERSTEP_"
 RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 COLORS = ("auto", "always", "never")
-COPIES = ("off", "sync")
+COPIES = ("off", "sync", "async")
 DEVICES = ("auto", "cpu", "cuda")
 OF_AGENTS = (
     "coordinator",
+    "coordinator_lease",
     "domain",
     "interface",
+    "ports",
     "log_dir",
     "shm_dir",
     "grace_s",
@@ -77,6 +81,11 @@ class RunSettings:
     """HOST:PORT at which the nodes of a job on several hosts meet; the host that has the address
     coordinates. Empty: this machine alone."""
 
+    coordinator_lease: str = ""
+    """What decides which process coordinates, and says where it is: etcd://HOST:2379. Empty: a lock
+    in the run's directory, and the address that the agents are given; enough where the coordinator
+    comes back in place."""
+
     domain: str = ""
     """What fails together with this host, like rack=r1; state is not kept twice in one such domain.
     Empty: the host alone."""
@@ -84,6 +93,27 @@ class RunSettings:
     interface: str = ""
     """Network interface at which this host's workers listen. Empty: that which leads to the
     coordinator."""
+
+    ports: str = ""
+    """FIRST-LAST, like 29400-29499: TCP ports at which everstep listens on this host, two for each
+    agent. Empty: any that are free, since most clusters are open inside."""
+
+    recovery_bandwidth: str = "0"
+    """Bytes a second, like 2GiB/s or 10Gbit/s, that all copies together which leave a node may
+    take, and likewise those which come to it, in a step as in a recovery; 0: no limit. None, since
+    steps wait for their copies."""
+
+    transfer_timeout_s: float = 600.0
+    """Seconds in which a copy must reach another node. To be raised where recovery_bandwidth is
+    small beside a node's share of the state."""
+
+    transfer_stall_s: float = 15.0
+    """Seconds in which not a byte of a copy moves, after which its connection is given up for
+    another. Above what retransmissions take on a network that loses packets."""
+
+    preflight_timeout_s: float = 5.0
+    """Seconds in which the nodes must reach one another before the first worker starts; 0: it is
+    not tried. Two lost packets' retries in TCP."""
 
     spares: int = 0
     """Nodes beyond those that the job needs, each with a warm process, to take a lost one's place.
@@ -157,9 +187,14 @@ class RunSettings:
 
     copies: str = "off"
     """`sync`: a rank whose shard no other rank holds (on several nodes: none on another node)
-    copies it into shared memory in each step, and the step commits when it is kept; `off`: such a
-    shard is lost with its rank. Off, since it costs a copy of the shard in time and two in
-    memory."""
+    copies it into shared memory in each step, and the step commits when it is kept, on another node
+    as well; `async`: it is on its way there while the next step runs, so that a lost node may cost
+    a step; `off`: such a shard is lost with its rank. Off, since it costs a copy of the shard in
+    time and two or three in memory."""
+
+    replicate_every: int = 1
+    """With copies = async: every how many steps a copy is made. 1: a lost node costs a step at
+    most; more where copies take longer than a step."""
 
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: CUDA where torch has nccl and sees a device for each worker of the
@@ -234,6 +269,22 @@ class RunSettings:
     we print."""
 
     @property
+    def listening_ports(self) -> Sequence[int]:
+        """Ports at which agents listen: those of `ports`, without the coordinator's."""
+        ports = ports_of(self.ports)
+        return without(ports, endpoint(self.coordinator)[1]) if self.coordinator else ports
+
+    @property
+    def preflight_s(self) -> float:
+        """Seconds for the preflight; 0 where all nodes are on this machine."""
+        return 0.0 if self.local_nodes else self.preflight_timeout_s
+
+    @property
+    def recovery_bytes_per_s(self) -> float | None:
+        """The limit of `recovery_bandwidth`; None where there is none."""
+        return bytes_per_s(self.recovery_bandwidth) or None
+
+    @property
     def slots(self) -> int:
         """Nodes that the job needs."""
         return self.local_nodes or self.nnodes
@@ -296,10 +347,22 @@ _CHECKS: dict[str, _Check] = {
     "coordinator": _Check(
         passes=lambda value: not value or _is_endpoint(value), must="must be HOST:PORT"
     ),
+    "ports": _Check(
+        passes=lambda value: _is_made_by(ports_of, value),
+        must="must be FIRST-LAST, like 29400-29499",
+    ),
+    "recovery_bandwidth": _Check(
+        passes=lambda value: _is_made_by(bytes_per_s, value),
+        must="must be a rate like 2GiB/s, 800MB/s or 10Gbit/s, or 0 for no limit",
+    ),
+    "preflight_timeout_s": _Check(
+        passes=lambda value: 0 <= value < float("inf"), must="must be 0 or more (seconds)"
+    ),
     "spares": _NOT_NEGATIVE,
     "spare_wait_s": _Check(
         passes=lambda value: 0 <= value < float("inf"), must="must be 0 or more (seconds)"
     ),
+    "replicate_every": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
     "max_node_failures": _Check(passes=lambda value: value >= 1, must="must be at least 1"),
     "max_restarts": _NOT_NEGATIVE,
     "max_per_cause": _NOT_NEGATIVE,
@@ -422,6 +485,14 @@ def _is_endpoint(text: str) -> bool:
     host, _, port = text.rpartition(":")
     digits = port.isascii() and port.isdigit()
     return bool(host.strip("[]")) and digits and 0 < int(port) < 65536
+
+
+def _is_made_by(parse: Callable[[str], object], text: str) -> bool:
+    try:
+        parse(text)
+    except ValueError:
+        return False
+    return True
 
 
 def strangers(environ: Mapping[str, str]) -> dict[str, str]:
@@ -622,6 +693,18 @@ def _check_together(settings: RunSettings, sources: Mapping[str, Source]) -> Non
         raise UserError(
             f"spares = {settings.spares} (from {sources['spares']}): a spare takes the place of a "
             "lost node, and this job has none to lose; give --local-nodes too, or leave it out"
+        )
+    if settings.replicate_every > 1 and settings.copies != "async":
+        raise UserError(
+            f"replicate_every = {settings.replicate_every} (from {sources['replicate_every']}) is "
+            "for copies that steps don't wait for; give --copies async too, or leave it out"
+        )
+    listeners = 2 * (settings.local_nodes + settings.spares) + 1
+    if settings.ports and settings.local_nodes and len(settings.listening_ports) < listeners:
+        raise UserError(
+            f"ports = {settings.ports} (from {sources['ports']}) are "
+            f"{len(settings.listening_ports)}, and the nodes on this machine need {listeners}: two "
+            "each, and the coordinator's; give a wider range"
         )
     if settings.nnodes > 1 and not settings.coordinator:
         raise UserError(

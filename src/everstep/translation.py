@@ -50,6 +50,7 @@ def node_back(
         ),
         protected=tuple(protected),
         copies=report.copies,
+        peers=report.peers,
     )
 
 

@@ -171,6 +171,8 @@ class FakeWorker:
         for fault in [f for f in self.faults if (f.step, f.at) == (step, at)]:
             self.faults.remove(fault)
             self.channel.send(m.Fired(index=fault.index, t=time.monotonic()))
+            if fault.kind == "coordinator":
+                continue  # that ends, not we
             if fault.kind in ("node", "agent"):
                 signal.pause()  # until it is ended with its node
             if fault.kind == "raise":
@@ -284,6 +286,8 @@ class FakeWorker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
+        if "deaf" in self.options:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if "garbage" in self.options and self.spec.rank == 0 and self.spec.incarnation == 1:
             self.channel.send(m.Go())
         if "raises" in self.options:

@@ -23,7 +23,8 @@ from everstep import chaos
 from everstep.agent import processes
 from everstep.agent.zygote import ZygotePlan
 from everstep.errors import UserError
-from everstep.launch.local import JobResult, run_job
+from everstep.launch.job import JobResult
+from everstep.launch.local import run_job
 from everstep.launch.plain import run_plain
 from everstep.observe.journal import read_journal
 from everstep.settings import RunSettings

@@ -32,7 +32,8 @@ from tests.integration.joblab import (
 from tests.integration.test_agent import PLAN, ROOT, Watcher, read_lines
 
 from everstep.agent import processes
-from everstep.launch.local import JobResult, run_job
+from everstep.launch.job import JobResult
+from everstep.launch.local import run_job
 from everstep.settings import RunSettings, faults_of
 from everstep.wire.messages import ScriptSpec
 from everstep.wire.secret import make_secret
@@ -394,7 +395,8 @@ def launched(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
             launcher.kill()
 
 
-def agents_of(launcher: subprocess.Popen[str]) -> list[int]:
+def below(launcher: subprocess.Popen[str]) -> list[int]:
+    """The agents and the coordinator of a launcher."""
     return [p.pid for p in processes.process_table() if p.parent == launcher.pid]
 
 
@@ -415,11 +417,11 @@ def test_a_launcher_that_is_asked_to_end_leaves_nothing(
 def test_a_launcher_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     with launched(tmp_path) as launcher:
         began_s = time.monotonic()
-        agents = agents_of(launcher)
-        assert len(agents) == 2
+        started = below(launcher)
+        assert len(started) == 3
         launcher.kill()
         launcher.communicate(timeout=20)
-        for pid in agents:
+        for pid in started:
             while (found := processes.look_up(pid)) is not None and found.state != "Z":
                 assert time.monotonic() - began_s < 20
                 select.select([], [], [], 0.01)

@@ -44,13 +44,20 @@ def copied_of(world: list[Holding], copied: Copied) -> Copied:
     return {shard: copied[shard] for shard in copied if shard in {h.shard for h in world}}
 
 
+def committed_by(world: list[Holding], seen: Position, kept: Copied) -> set[Position]:
+    """Where ranks stand, and the steps before the newest of these that were copied."""
+    stand = {(h.committed, h.sections) for h in world} | {seen}
+    copied = {(step, 0) for steps in kept.values() for step in steps}
+    return stand | {place for place in copied if place < max(stand)}
+
+
 def naive_place(
     world: list[Holding], seen: Position = (0, 0), copied: Copied | None = None
 ) -> Position | None:
     """The newest place for which every shard has a holder, can be made or was copied, tried one by
     one; (0, 0) is where the script begins."""
     kept = copied or {}
-    committed = {(h.committed, h.sections) for h in world} | {seen}
+    committed = committed_by(world, seen, kept)
     if max(committed)[0] == 0:
         return 0, 0
     best = None
@@ -154,7 +161,7 @@ def test_what_is_lost_is_lost(world: list[Holding], copied: Copied) -> None:
     for shard in outcome.shards:
         assert repr(shard) in outcome.reason
     reached: dict[str, set[Position]] = {h.shard: set() for h in world}
-    for place in {h.position for h in world}:
+    for place in committed_by(world, (0, 0), kept):
         for ready in (False, True):
             for shard, ranks in whole_at(world, place, ready).items():
                 there = ranks or place[0] in kept.get(shard, ())

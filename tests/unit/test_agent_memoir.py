@@ -72,7 +72,7 @@ class Told:
                 self.memoirs.told(rank, 1, message)
 
     def report(self) -> nodes.Report:
-        return self.memoirs.report(term=3, node=7, kept={}, copies=())
+        return self.memoirs.report(term=3, node=7, peers=(), kept={}, copies=())
 
     def of(self, rank: int) -> nodes.MemberReport:
         return next(member for member in self.report().members if member.rank == rank)
@@ -106,7 +106,7 @@ def test_a_worker_is_settled_once_it_was_told_to_go(told: Told) -> None:
 
 def test_a_spare_has_no_slot_and_disturbs_nobody() -> None:
     memoirs = Memoirs()
-    assert memoirs.report(term=0, node=0, kept={}, copies=()).slot == -1
+    assert memoirs.report(term=0, node=0, peers=(), kept={}, copies=()).slot == -1
     assert not memoirs.disturbed
 
 
@@ -255,7 +255,9 @@ def test_nothing_unwritten_is_forgotten(happenings: list[tuple[str, int]]) -> No
             said = [(r, each) for n, (r, each) in enumerate(said) if n > newest[r]]
             continue
         steps[rank] += what == "commit"
-        message: m.FromWorker = commit(steps[rank]) if what == "commit" else m.Note(key=str(len(said)), text="")
+        message: m.FromWorker = (
+            commit(steps[rank]) if what == "commit" else m.Note(key=str(len(said)), text="")
+        )
         said.append((rank, message))
         told.memoirs.said(rank, 1, message)
     for rank in steps:

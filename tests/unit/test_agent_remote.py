@@ -20,7 +20,7 @@ from everstep.types import Cause, Record
 from everstep.wire import nodes
 from everstep.wire.messages import Commit, ScriptSpec
 from everstep.wire.network import Link
-from everstep.wire.secret import make_secret
+from everstep.wire.secret import Secret, make_secret
 
 VERSIONS = {"everstep": "1.0", "torch": "2.13.0", "Python": "3.11.7"}
 SETTINGS = nodes.NodeSettings(
@@ -62,6 +62,9 @@ class FleetOnPaper:
         class Berth:
             def said(self, rank: int, incarnation: int, message: Any) -> None:
                 fleet.told.append(("said", number, rank, incarnation, message))
+
+            def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
+                fleet.told.append(("output", number, rank, line))
 
         return Berth()
 
@@ -119,13 +122,13 @@ class Agent:
 class Case:
     """A registry on loopback, and its agents."""
 
-    def __init__(self, term: int = 0) -> None:
-        self.secret = make_secret()
+    def __init__(self, term: int = 0, secret: Secret | None = None, port: int = 0) -> None:
+        self.secret = secret or make_secret()
         self.fleet = FleetOnPaper()
         self.registry = Registry(
             cast(Fleet, self.fleet),
             host="127.0.0.1",
-            ports=range(1),
+            ports=range(port, port + 1),
             secret=self.secret,
             lease_s=2.0,
             settings=SETTINGS,
@@ -296,6 +299,36 @@ def test_one_that_fails_before_it_has_joined_is_lost_with_its_words() -> None:
     play(act)
 
 
+def test_one_that_leaves_is_lost_at_once_and_ends_its_workers_in_peace() -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register(name="n")
+        agent.link.send(nodes.Joined(script_digest="d"))
+        await case.until_told("joined")
+        agent.link.send(nodes.Leaving(signal=15, grace_s=5.0))
+        lost = await case.until_told("lost", 0)
+        assert lost[2] == "its agent was asked to end by SIGTERM"
+        assert case.fleet.nodes[0].gone.is_set()
+        late = Commit(generation=1, step=2, t=3.0, log={}, record=None)
+        agent.link.send(nodes.Said(rank=1, incarnation=4, message=late))
+        agent.link.send(nodes.Output(rank=1, incarnation=4, stream="stdout", line="saved"))
+        assert await case.until_told("output") == ("output", 0, 1, "saved")
+        assert not agent.losses
+        again = case.agent()  # its successor need not wait for its end
+        await again.register(name="n", pid=8)
+        assert isinstance(again.heard[0], nodes.Welcome)
+        agent.link.send(nodes.Gone())
+        agent.link.close()
+        again.link.close()
+        await case.until_told("lost", 1)
+        assert [told[:2] for told in case.fleet.told if told[0] in ("lost", "said")] == [
+            ("lost", 0),
+            ("lost", 1),
+        ]
+
+    play(act)
+
+
 def test_times_are_moved_to_the_coordinators_clock() -> None:
     moved_s = clocks.offset(10.0, 12.0, 111.0)
     assert moved_s == 100.0
@@ -307,7 +340,15 @@ def test_times_are_moved_to_the_coordinators_clock() -> None:
 
 def report(node: int, term: int = 0) -> nodes.Report:
     return nodes.Report(
-        term=term, node=node, slot=1, members=(), ended=(), kept={}, unwritten=(), copies=()
+        term=term,
+        node=node,
+        slot=1,
+        peers=(),
+        members=(),
+        ended=(),
+        kept={},
+        unwritten=(),
+        copies=(),
     )
 
 

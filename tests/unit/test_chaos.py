@@ -261,10 +261,39 @@ def test_a_fault_of_a_node_stands_at_the_first_rank_of_its_slot() -> None:
 
 
 def test_a_fault_of_a_node_needs_nodes() -> None:
-    with pytest.raises(UserError, match="give it some with --local-nodes"):
+    with pytest.raises(UserError, match="no nodes to lose; give it nodes with --local-nodes"):
         chaos.parse_all(["node:index=0,step=5"], world_size=2)
     with pytest.raises(UserError, match=r"index=3 can never fire; the job has slots 0 to 2"):
         chaos.parse_all(["node:index=3,step=5"], world_size=6, nproc_per_node=2)
+
+
+def test_a_fault_of_the_coordinator_is_told_by_a_rank_that_goes_on() -> None:
+    texts = ["coordinator:step=5", "coordinator:rank=3,step=2,at=commit", "coordinator:at=setup"]
+    faults = chaos.parse_all(texts, world_size=4, nproc_per_node=2)
+    found = [(fault.kind, fault.rank, fault.step, fault.at) for fault in faults]
+    assert found == [
+        ("coordinator", 0, 5, "backward"),
+        ("coordinator", 3, 2, "commit"),
+        ("coordinator", 0, 0, "setup"),
+    ]
+    assert all(fault.kind in chaos.NO_FAILURE for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("text", "nproc_per_node", "says"),
+    [
+        ("coordinator:step=5", None, "no coordinator of its own to lose"),
+        ("coordinator", 2, r"write coordinator:\[rank=R,\]step=S"),
+        ("coordinator:rank=1", 2, "step is missing"),
+        ("coordinator:index=0,step=5", 2, "'index' is no key"),
+        ("coordinator:rank=4,step=5", 2, "rank=4 can never fire"),
+    ],
+)
+def test_a_fault_of_the_coordinator_that_can_not_be(
+    text: str, nproc_per_node: int | None, says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        chaos.parse_all([text], world_size=4, nproc_per_node=nproc_per_node)
 
 
 def test_random_faults_may_be_of_nodes() -> None:

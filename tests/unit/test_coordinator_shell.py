@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from everstep.coordinator import CoordinatorShell
 from everstep.core import actions as do
 from everstep.core import events as ev
+from everstep.core.overview import Overview
 from everstep.core.hang import Evidence, Stance
 from everstep.keepsakes import Heritage
 from everstep.translation import final_cause
@@ -42,6 +45,9 @@ class ScriptedCore:
     def copies_of(self, rank: int, step: int) -> tuple[int, ...]:
         return (rank, step)
 
+    def overview(self, now_s: float) -> Overview:
+        raise AssertionError("a shell does not look")
+
 
 class Recorder:
     """Effects that are only written down."""
@@ -68,6 +74,9 @@ class Recorder:
 
     def cut(self, rank: int, incarnation: int, *, whole: bool) -> None:
         self.done.append(("cut", rank, incarnation, whole))
+
+    def fall(self) -> None:
+        self.done.append(("fall",))
 
     def inspect(self) -> None:
         self.done.append(("inspect",))
@@ -315,8 +324,10 @@ class TestHeritage:
             protect = m.Protect(shard="", manifest="", digests={}, rng_key=b"key %d" % rank)
             case.shell.message(rank, 1, protect)
             case.shell.message(rank, 1, m.Once(key="k", value=b"value %d" % rank))
+        heritage = case.heritage(1)
         expected = Heritage(rng_key=b"key 1", once={"k": b"value 1"}, faults=())
-        assert case.heritage(1) == expected
+        assert dataclasses.replace(heritage, kept=()) == expected
+        assert {type(said) for _, said in heritage.kept} == {m.Protect, m.Once}
 
     def test_a_tape_is_its_ranks_until_it_begins_anew(self) -> None:
         def say(incarnation: int, key: str, value: bytes) -> None:
@@ -355,10 +366,13 @@ class TestCapsules:
     REGROUP = do.SendRegroup(generation=4, plan=PLAN, to=((0, 1), (1, 2)))
 
     def given(self, *steps: int) -> bytes | None:
-        """The capsule of step 5 that rank 1 is given after capsules of `steps` came."""
+        """The capsule of step 5 that rank 1 is given after capsules of `steps` came. Only a new
+        process goes back."""
         case = Case()
-        for step in steps:
-            case.shell.message(1, 1, m.Capsule(step=step, payload=b"%d" % step))
+        incarnation = 1
+        for before, step in pairwise((0, *steps)):
+            incarnation += step < before
+            case.shell.message(1, incarnation, m.Capsule(step=step, payload=b"%d" % step))
             case.shell.message(0, 1, m.Capsule(step=step, payload=b"of rank 0"))
         (keep, fetch) = case.sent(self.REGROUP)
         assert keep[2].capsule is None
@@ -405,8 +419,9 @@ class TestCapsules:
 
     def test_a_step_that_is_done_again_has_no_sections_yet(self) -> None:
         case = Case()
-        for section in ("", "a", ""):
-            case.shell.message(1, 1, m.Capsule(step=5, section=section, payload=b"x"))
+        for incarnation, section in ((1, ""), (1, "a"), (2, "")):
+            capsule = m.Capsule(step=5, section=section, payload=b"x")
+            case.shell.message(1, incarnation, capsule)
         assert case.sent(self.REGROUP)[1][2].kept == {}
 
 
@@ -577,3 +592,16 @@ def test_a_fault_of_a_node_is_written_down_and_then_carried_out(kind: Any, whole
     assert isinstance(lost, ev.NodeLost)
     assert (lost.node, lost.cause.fault, lost.cause.at_s) == (4, spec.text, 50.0)
     assert case.heritage(2).faults == ()
+
+
+def test_a_fault_of_the_coordinator_is_written_down_and_happens_once() -> None:
+    text = "coordinator:step=5"
+    spec = m.ChaosSpec(index=0, text=text, kind="coordinator", rank=0, step=5, at="backward")
+    case = Case(spec)
+    case.shell.message(0, 1, m.Fired(index=0, t=50.0))
+    assert [done[0] for done in case.effects.done] == ["record", "fall"]
+    successor = Case(spec)
+    successor.shell.resume(ev.Resumed(term=1), fired=[0])
+    successor.shell.message(0, 1, m.Fired(index=0, t=50.0))  # the agent tells what it was told
+    assert successor.effects.done == []
+    assert successor.heritage(0).faults == ()

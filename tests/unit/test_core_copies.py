@@ -39,16 +39,108 @@ def test_who_lies_in_one_place_only_needs_copies(
 # -------------------------------------------------------------------- the table
 
 
-def test_the_newest_two_steps_are_known() -> None:
+def told(table: CopyTable, *copies: tuple[int, int, int]) -> None:
+    for rank, step, node in copies:
+        table.kept(rank, step, node)
+
+
+def test_it_is_known_where_copies_lie() -> None:
     table = CopyTable()
-    for step in (1, 2, 3):
-        table.kept(0, step, node=0)
-    assert sorted(table.steps(0)) == [2, 3]
-    table.kept(0, 3, node=4)
+    told(table, (0, 2, 0), (0, 3, 0), (0, 3, 4))
+    assert table.steps(0) == [2, 3]
     assert table.nodes(0, 3) == [0, 4]
     assert table.nodes(0, 1) == []
     assert table.nodes(7, 3) == []
-    assert list(table.steps(7)) == []
+    assert table.steps(7) == []
+    table.spoiled(0, 3, 0)
+    assert table.nodes(0, 3) == [4]
+    table.spoiled(0, 3, 4)
+    table.spoiled(0, 9, 4)
+    assert table.steps(0) == [2]
+
+
+def in_pairs() -> CopyTable:
+    """Rank 0 on node 0, rank 1 on node 1, each the other's keeper."""
+    table = CopyTable()
+    table.assign(frozenset({0, 1}), {0: 1, 1: 0}, {0: 0, 1: 1})
+    return table
+
+
+def test_what_agents_have_given_up_is_forgotten() -> None:
+    """A copy gives its place when all newer ones are where they belong, and that step is
+    committed."""
+    table = in_pairs()
+    for step in (1, 2):
+        told(table, (0, step, 0), (1, step, 1), (0, step, 1))
+    assert table.settle(2) == []
+    assert table.steps(0) == [1, 2], "rank 1's are not with its keeper"
+    told(table, (1, 1, 0), (1, 2, 0))
+    table.settle(1)
+    assert table.steps(0) == [1, 2], "nobody has passed the fence of step 2"
+    before = table.version
+    table.settle(2)
+    assert table.steps(0) == [2]
+    assert table.version != before
+    before = table.version
+    table.settle(2)
+    assert table.version == before
+
+
+def test_what_a_loss_takes_had_been_given_up_before_it() -> None:
+    table = in_pairs()
+    for step in (1, 2):
+        told(table, (0, step, 0), (1, step, 1), (0, step, 1), (1, step, 0))
+    table.lose(1)
+    table.settle(2)
+    assert table.nodes(1, 1) == [], "its agent may have written over it, with step 3"
+    assert table.nodes(1, 2) == [0]
+
+
+def test_a_keeper_that_has_no_room_is_not_waited_for() -> None:
+    table = in_pairs()
+    for step in (1, 2):
+        told(table, (0, step, 0), (1, step, 1), (0, step, 1))
+        table.waive(1, step)
+    table.settle(2)
+    assert table.steps(0) == table.steps(1) == [2]
+
+
+def test_where_nobody_knows_the_keepers_the_newest_are_known() -> None:
+    table = CopyTable()
+    for step in range(1, 20):
+        told(table, (0, step, 0))
+        table.settle(step)
+    assert table.steps(0) == list(range(12, 20))
+
+
+def test_two_steps_that_all_ranks_have_stay_at_a_regroup() -> None:
+    table = in_pairs()
+    for step in (1, 2, 3, 4, 5):
+        told(table, (0, step, 0), (1, step, 1))
+    table.spoiled(1, 3, 1)
+    table.regroup(4)
+    assert table.needed == (2, 4)
+    assert table.steps(0) == [2, 4]
+    table.regroup(3)
+    assert table.needed == (2,)
+    table.lose(1)
+    table.regroup(3)
+    assert table.needed == ()
+    assert table.steps(0) == []
+
+
+def test_a_former_keepers_copies_are_of_use_until_there_are_newer_ones() -> None:
+    table = in_pairs()
+    told(table, (0, 4, 0), (1, 4, 1), (0, 4, 1), (1, 4, 0))
+    table.regroup(4)
+    table.assign(frozenset({0, 1}), {0: 2, 1: 3}, {0: 0, 1: 1})
+    assert table.settle(4) == []
+    told(table, (0, 5, 0), (1, 5, 1), (0, 5, 2))
+    assert table.settle(5) == []
+    told(table, (1, 5, 3))
+    assert table.settle(4) == []
+    assert table.settle(5) == [(0, 1), (1, 0)]
+    assert table.settle(5) == []
 
 
 def test_a_lost_node_takes_its_copies_with_it() -> None:
@@ -70,7 +162,7 @@ def test_what_is_done_again_is_forgotten() -> None:
     table = CopyTable()
     for step in (4, 5):
         table.kept(0, step, node=0)
-    table.cut(4)
+    table.regroup(4)
     assert list(table.steps(0)) == [4]
     table.kept(0, 5, node=0)
     assert sorted(table.steps(0)) == [4, 5]
@@ -103,7 +195,7 @@ class Alone(Driver):
         )
 
     def copied(self, rank: int, step: int, node: int = 0) -> None:
-        self.tell(ev.Copied(**self.who(rank), step=step, node=node))
+        self.tell(ev.Copied(**self.here(rank), step=step, node=node))
 
     def run_to(self, step: int, first: int = 1) -> None:
         for number in range(first, step + 1):
@@ -121,7 +213,8 @@ def test_ranks_are_told_who_copies() -> None:
     d.set_up()
     (go,) = d.got(do.SendGo, everything=True)
     assert go.copied == {0, 1, 2}
-    assert d.got(do.SendKeepers, everything=True) == []
+    (keepers,) = d.got(do.SendKeepers, everything=True)
+    assert keepers == do.SendKeepers(generation=0, keepers={}, steps=())
     off = Driver(3)
     off.set_up()
     (go,) = off.got(do.SendGo, everything=True)
@@ -219,7 +312,7 @@ class Copied(OnNodes):
 
     def copied(self, rank: int, step: int, *at: int) -> None:
         for node in at or (self.node_of[rank], self.keepers[rank]):
-            self.tell(ev.Copied(**self.who(rank), step=step, node=node))
+            self.tell(ev.Copied(**self.here(rank), step=step, node=node))
 
     def run_to(self, step: int, first: int = 1) -> None:
         for number in range(first, step + 1):

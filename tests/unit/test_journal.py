@@ -9,9 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from everstep.errors import UserError
 from everstep.observe.journal import JournalError, JournalWriter, read_journal
 from everstep.observe.rundir import RunDirectory
 from everstep.types import Cause, CauseKind
+
+
+class DeposedError(Exception):
+    """Raised by a guard."""
 
 
 def write_three(path: Path) -> list[dict[str, Any]]:
@@ -108,6 +113,117 @@ def test_the_files_beside_it(tmp_path: Path) -> None:
     record = {"value": "ff", "samples": [1, 2]}
     assert msgspec.json.decode(found["trace.jsonl"]) == {"rank": 1, "step": 5, "record": record}
     assert msgspec.json.decode(found["digests.json"]) == {"0": {"w": "cd"}, "1": {"w": "ab"}}
+
+
+def test_one_that_was_cut_at_any_byte_is_gone_on_with(tmp_path: Path) -> None:
+    lines = write_three(tmp_path / "j")
+    data = (tmp_path / "j").read_bytes()
+    for length in range(len(data) + 1):
+        path = tmp_path / "cut"
+        path.write_bytes(data[:length])
+        writer = JournalWriter(path, run_id="r", wall_time=9.0, clock=lambda: 20.0, resume=True)
+        added = writer.write("step", {"step": 2})
+        writer.close()
+        there = lines[: data[:length].count(b"\n")] or [writer.header]
+        assert read_journal(path) == [*there, added]
+        assert writer.header == there[0]
+
+
+def test_a_line_longer_than_a_block_is_found_whole_or_cut(tmp_path: Path) -> None:
+    path, long = tmp_path / "j", "x" * 200_000
+    writer = JournalWriter(path, run_id="r", wall_time=0.0)
+    writer.write("note", {"text": long})
+    writer.close()
+    JournalWriter(path, run_id="r", wall_time=0.0, resume=True).close()
+    assert read_journal(path)[-1]["text"] == long
+    with path.open("ab") as file:
+        file.write(b"y" * 200_000)
+    JournalWriter(path, run_id="r", wall_time=0.0, resume=True).close()
+    assert [record["event"] for record in read_journal(path)] == ["journal", "note"]
+
+
+def test_what_is_no_journal_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / "j").write_bytes(b'{"event": "step"}\n')
+    with pytest.raises(JournalError, match="not a journal"):
+        JournalWriter(tmp_path / "j", run_id="r", wall_time=0.0, resume=True)
+
+
+def told(directory: RunDirectory, steps: range) -> None:
+    """What two ranks commit in `steps`."""
+    for step in steps:
+        for rank in (0, 1):
+            directory.metrics(rank, step, {"loss": 1.0 / step})
+            directory.trace(rank, step, msgspec.msgpack.encode({"value": step + rank}))
+
+
+def rows(path: Path) -> list[tuple[int, int]]:
+    lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    return [(line["rank"], line["step"]) for line in lines]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_is_told_again_is_not_written_again(tmp_path: Path, closed: bool) -> None:
+    first = RunDirectory(tmp_path / "run", run_id="r", recorded=True)
+    told(first, range(1, 6))
+    first.digests(0, {"w": "ab"})
+    if closed:
+        first.close()
+    else:
+        first.leave()
+    with (tmp_path / "run" / "trace.jsonl").open("ab") as torn:
+        torn.write(b'{"rank":0,"st')
+    second = RunDirectory(tmp_path / "run", run_id="r", recorded=True, resume=True)
+    told(second, range(4, 8))
+    second.digests(1, {"w": "cd"})
+    second.close()
+    expected = [(rank, step) for step in range(1, 8) for rank in (0, 1)]
+    for name in ("metrics.jsonl", "trace.jsonl"):
+        assert rows(tmp_path / "run" / name) == expected
+    digests = msgspec.json.decode((tmp_path / "run" / "digests.json").read_bytes())
+    assert digests == {"0": {"w": "ab"}, "1": {"w": "cd"}}
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"digests.json", "journal.jsonl", "logs", "metrics.jsonl", "trace.jsonl"}
+
+
+def test_a_step_that_comes_out_otherwise_is_written_and_so_can_be_seen(tmp_path: Path) -> None:
+    first = RunDirectory(tmp_path / "run", run_id="r", recorded=True)
+    first.trace(0, 1, msgspec.msgpack.encode({"value": 1}))
+    first.leave()
+    second = RunDirectory(tmp_path / "run", run_id="r", recorded=True, resume=True)
+    second.trace(0, 1, msgspec.msgpack.encode({"value": 2}))
+    second.close()
+    assert rows(tmp_path / "run" / "trace.jsonl") == [(0, 1), (0, 1)]
+
+
+def test_only_who_resumes_may_find_the_directory_there(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "run", run_id="r", recorded=False).leave()
+    with pytest.raises(UserError, match="choose another --run-id"):
+        RunDirectory(tmp_path / "run", run_id="r", recorded=False)
+
+
+def test_who_may_not_write_writes_nothing(tmp_path: Path) -> None:
+    allowed = True
+
+    def guard() -> None:
+        if not allowed:
+            raise DeposedError
+
+    directory = RunDirectory(tmp_path / "run", run_id="r", recorded=True, guard=guard)
+    told(directory, range(1, 2))
+    allowed = False
+    for write in (
+        lambda: directory.journal.write("step", {"step": 2}),
+        lambda: directory.metrics(0, 2, {"loss": 1.0}),
+        lambda: directory.trace(0, 2, msgspec.msgpack.encode({})),
+        lambda: directory.digests(0, {}),
+    ):
+        with pytest.raises(DeposedError):
+            write()
+    directory.leave()
+    assert rows(tmp_path / "run" / "metrics.jsonl") == [(0, 1), (1, 1)]
+    assert rows(tmp_path / "run" / "trace.jsonl") == [(0, 1), (1, 1)]
+    assert (tmp_path / "run" / "digests.jsonl").read_bytes() == b""
+    assert [record["event"] for record in read_journal(directory.journal.path)] == ["journal"]
 
 
 def test_without_a_record_there_is_no_trace(tmp_path: Path) -> None:

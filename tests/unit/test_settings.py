@@ -124,6 +124,14 @@ def test_chaos_from_everywhere(where: str) -> None:
         ("record", "perhaps", "must be true or false"),
         ("color", "blue", "must be one of auto, always, never"),
         ("device", "tpu", "must be one of auto, cpu, cuda"),
+        ("ports", "29499-29400", "must be FIRST-LAST"),
+        ("ports", "0-10", "must be FIRST-LAST"),
+        ("ports", "29400-65536", "must be FIRST-LAST"),
+        ("ports", "29400,29401", "must be FIRST-LAST"),
+        ("recovery_bandwidth", "fast", "must be a rate like 2GiB/s"),
+        ("recovery_bandwidth", "-1", "must be a rate like 2GiB/s"),
+        ("preflight_timeout_s", "-1", "must be 0 or more"),
+        ("transfer_timeout_s", "0", "must be above 0"),
         ("run_id", "a/b", "1 to 64 letters"),
         ("run_id", "..", "1 to 64 letters"),
         ("run_id", "x" * 65, "1 to 64 letters"),
@@ -225,6 +233,35 @@ def test_the_world_is_all_nodes() -> None:
 def test_what_makes_no_job_of_several_nodes(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         resolve(arguments, {})
+
+
+def test_agents_leave_the_coordinator_s_port_to_it() -> None:
+    settings, _ = resolve({"coordinator": "node0:29402", "ports": "29400-29404"}, {})
+    assert list(settings.listening_ports) == [29400, 29401, 29403, 29404]
+    settings, _ = resolve({"coordinator": "node0:29400"}, {})
+    assert list(settings.listening_ports) == [0]
+
+
+def test_a_range_that_is_too_small_for_the_nodes_here_is_refused() -> None:
+    nodes = {"local_nodes": 3, "spares": 1}
+    assert resolve({**nodes, "ports": "29400-29408"}, {})[0].ports == "29400-29408"
+    with pytest.raises(UserError, match="are 8, and the nodes on this machine need 9"):
+        resolve({**nodes, "ports": "29400-29407"}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("0", None),
+        ("1000", 1000.0),
+        ("2GiB/s", 2.0 * (1 << 30)),
+        ("1.5 MB/s", 1.5e6),
+        ("10Gbit/s", 1.25e9),
+        ("8kb", 1000.0),
+    ],
+)
+def test_a_rate_is_bytes_a_second(text: str, rate: float | None) -> None:
+    assert resolve({"recovery_bandwidth": text}, {})[0].recovery_bytes_per_s == rate
 
 
 def test_an_endpoint_is_host_and_port() -> None:

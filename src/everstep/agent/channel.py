@@ -56,6 +56,7 @@ class AgentChannel(Generic[T]):
         self._on_error = on_error
         self._outgoing: deque[_Outgoing] = deque()
         self._backlog_bytes = 0
+        self._emptied: asyncio.Future[None] | None = None
         self._open_for_reading = True
         self._open_for_writing = True
         loop.add_reader(sock, self._readable)
@@ -75,6 +76,17 @@ class AgentChannel(Generic[T]):
         self._backlog_bytes += len(frame)
         if len(self._outgoing) == 1:
             self._flush()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What was sent and the peer has not read, as far as it is held here."""
+        return self._backlog_bytes
+
+    async def flushed(self) -> None:
+        """Wait until the peer's kernel has all that was sent, or the peer is gone."""
+        if self._outgoing:
+            self._emptied = self._emptied or self._loop.create_future()
+            await self._emptied
 
     def drain(self) -> None:
         """Deliver all that the peer wrote and the kernel still holds. For a peer that is dead."""
@@ -131,6 +143,7 @@ class AgentChannel(Generic[T]):
             if not first.data:
                 self._outgoing.popleft()
         self._loop.remove_writer(self._sock)
+        self._tell_emptied()
 
     def _fail(self, why: str) -> None:
         if self._open_for_reading:
@@ -150,6 +163,12 @@ class AgentChannel(Generic[T]):
                 _close_all(outgoing.fds)
             self._outgoing.clear()
             self._backlog_bytes = 0
+            self._tell_emptied()
+
+    def _tell_emptied(self) -> None:
+        emptied, self._emptied = self._emptied, None
+        if emptied is not None and not emptied.done():
+            emptied.set_result(None)
 
 
 def _close_all(fds: Sequence[int]) -> None:

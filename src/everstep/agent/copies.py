@@ -3,16 +3,20 @@ and finds them again.
 
 Theory of operation: a worker asks for an area, writes its state into it, and says so with the
 manifest; the copy is complete when the manifest lies beside it on the shelf (shelf.py). Where the
-rank has a keeper, the copy is then offered to that node, which fetches it and says so; only then
-the worker is told that its copy is kept, and may commit. A new process of a rank asks for the copy
-of a step: it is on this shelf, or some other node is asked to lend it. What is complete here is
-told to the owner, before any worker hears of it, so that no rank can commit a step of which the
-coordinator does not know the copies. The shelf is made when the first copy needs it.
+rank has a keeper, the copy is then offered to that node, which fetches it and says so. When the
+worker hears that its copy is kept, it does so as it asked: after that, or before. A new process of
+a rank asks for the copy of a step: it is on this shelf, or some other node is asked to lend it.
+What is complete here is told to the owner, before any worker hears of it, so that no rank can
+commit a step of which the coordinator does not know the copies. The shelf is made when the first
+copy needs it.
 
-Keepers are named anew at the beginning of each generation. What was on its way in the one before
-is of an attempt that was stopped: nobody waits for it any more, and nothing of it is told. A copy
-that nobody came for is lent until then, or until the rank begins another: as long as it is lent,
-its area can't be used.
+Keepers are named anew at the beginning of each generation, and all that is said of copies bears its
+number. What was on its way in the one before is of an attempt that was stopped: it is ended, nobody
+waits for it any more, and nothing of it is told. A keeper fetches a rank's copies one after the
+other; those that the rank does not need any more are ended as well. What is lent can't be written
+to as long as it is.
+
+Memory is taken on a thread: that takes a second for some gigabytes, and the node's lease is less.
 
 Does not know: who needs copies, who keeps them, and which step is gone on from. Loop thread only.
 """
@@ -20,7 +24,7 @@ Does not know: who needs copies, who keeps them, and which step is gone on from.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,27 +32,40 @@ import msgspec
 
 from everstep import snapshot
 from everstep.agent.budget import measure
-from everstep.agent.shelf import Area, Shelf, StillNeeded
+from everstep.agent.shelf import Area, Shelf, create_locked, refusal
 from everstep.agent.shipping import Shipping
-from everstep.errors import EverstepError, UserError
+from everstep.errors import EverstepError
 from everstep.snapshot import Manifest, SnapshotError
 from everstep.wire import nodes
 from everstep.wire.bulk import Offer
-from everstep.wire.messages import Kept, Recall, Recalled, Shelve, Shelved, ToWorker
+from everstep.wire.messages import Kept, Recall, Recalled, Safe, Shelve, Shelved, ToWorker
 from everstep.wire.messages import Shelf as Place
 
 Member = tuple[int, int]  # rank and incarnation
 Send = Callable[[ToWorker], None]
 CopyMessage = Shelve | Shelved | Recall
 
+_TROUBLE = (EverstepError, OSError, ValueError)  # with one copy: no reason for the node to end
+
 
 @dataclass(slots=True)
 class _Waiting:
-    """What workers of this node wait for, by member. `kept`: the step whose copy is under way to
-    its keeper, and how to answer; `recalled`: the step whose copy is sought, and how to answer."""
+    """Who waits for what. `safe`: by rank, incarnation and step of a copy that is under way to its
+    keeper, how to say that it has come. `recalled`: by member, the step whose copy is sought, and
+    how to answer."""
 
-    kept: dict[Member, tuple[int, Callable[[], None]]] = field(default_factory=dict)
+    safe: dict[tuple[int, int, int], Callable[[], None]] = field(default_factory=dict)
     recalled: dict[Member, tuple[int, Callable[[Recalled], None]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """Of one rank. `wanted`: by step, what is to be fetched. `filling`: the area into which it is,
+    now, and of which step. `turn`: one after the other."""
+
+    wanted: dict[int, nodes.Take] = field(default_factory=dict)
+    filling: tuple[int, Area] | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Copies:
@@ -66,12 +83,14 @@ class Copies:
         self._shm_dir, self._run_id, self._node = shm_dir, run_id, node
         self._shipping, self._tell = shipping, tell
         self._shelf: Shelf | None = None
+        self._generation = 0
         self._keepers: Mapping[int, int] = {}
-        self._under_way: dict[Member, Area] = {}
+        self._needed: tuple[int, ...] = ()  # the steps that somebody may go back to
+        self._begun: dict[Member, tuple[Area, Shelve]] = {}
         self._waiting = _Waiting()
-        self._taking: dict[int, nodes.Take] = {}  # by rank, what is under way to here
-        self._lent: dict[int, list[Offer]] = {}  # by rank
-        self._transfers: set[asyncio.Task[None]] = set()
+        self._incoming: dict[int, _Incoming] = {}  # by rank
+        self._lent: dict[int, list[tuple[int, Offer]]] = {}  # by rank, with the step
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------ what workers say
 
@@ -80,185 +99,308 @@ class Copies:
         is none."""
         match message:
             case Shelve():
-                send(self._give_room(rank, incarnation, message))
-            case Shelved(turn=turn):
-                self._keep(rank, incarnation, message, lambda: send(Kept(turn=turn)))
-            case Recall(turn=turn, step=step):
-                self._recall(rank, incarnation, step, turn, send)
+                self._give_room((rank, incarnation), message, send)
+            case Shelved():
+                self._keep((rank, incarnation), message, send)
+            case Recall():
+                self._recall((rank, incarnation), message, send)
 
     def buried(self, rank: int, incarnation: int) -> None:
-        """The worker is dead: what it had begun is given up."""
-        self._waiting.kept.pop((rank, incarnation), None)
+        """The worker is dead: what it had begun is given up. What it had completed goes its way."""
         self._waiting.recalled.pop((rank, incarnation), None)
-        area = self._under_way.pop((rank, incarnation), None)
-        if area is not None and self._shelf is not None:
-            self._shelf.abandon(area)
+        for key in [key for key in self._waiting.safe if key[:2] == (rank, incarnation)]:
+            del self._waiting.safe[key]
+        begun = self._begun.pop((rank, incarnation), None)
+        if begun is not None and self._shelf is not None:
+            self._shelf.abandon(begun[0])
+
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """The complete copies in this node's memory, as (rank, step)."""
+        return () if self._shelf is None else tuple(self._shelf.held())
 
     async def close(self) -> None:
         """End all transfers and remove all copies."""
+        for rank in self._incoming:
+            self._end_incoming(rank)
         if self._shipping is not None:
             self._shipping.close()
-        for task in self._transfers:
-            task.cancel()
-        await asyncio.gather(*self._transfers, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # none waits for others
         await asyncio.sleep(0)  # loans that ended just now give their areas back
         if self._shelf is not None:
             self._shelf.close()
 
-    def _give_room(self, rank: int, incarnation: int, request: Shelve) -> Place:
-        self._taking.pop(rank, None)
+    def _give_room(self, member: Member, request: Shelve, send: Send) -> None:
+        rank, incarnation = member
+        self._end_incoming(rank)
+        self._withdraw(rank, request.keep)
         try:
-            area = self._area(rank, incarnation, request.step, request.nbytes)
-        except (StillNeeded, UserError) as error:
-            return Place(turn=request.turn, refusal=str(error))
-        self._under_way[rank, incarnation] = area
-        return Place(turn=request.turn, path=str(area.path))
-
-    def _area(self, rank: int, incarnation: int, step: int, nbytes: int) -> Area:
-        """Room for a copy of `step`. Who makes that step holds the one before, and so do all: they
-        have met in its fence."""
-        if self._shelf is None:
-            budget = measure(self._shm_dir)
-            self._shelf = Shelf(self._shm_dir, self._run_id, self._node, budget)
-        self._withdraw(rank)
-        self._shelf.drop_from(rank, step)
-        return self._shelf.begin(
-            rank=rank, incarnation=incarnation, nbytes=nbytes, acknowledged=step - 1
-        )
-
-    def _keep(self, rank: int, incarnation: int, said: Shelved, kept: Callable[[], None]) -> None:
-        area = self._under_way.pop((rank, incarnation), None)
-        if area is None or self._shelf is None:
-            raise SnapshotError(f"rank {rank} has written a copy for which it was given no area")
-        self._shelf.commit(area, snapshot.decode(said.manifest))
-        self._tell(nodes.Took(rank=rank, incarnation=incarnation, step=said.step))
-        keeper = self._keepers.get(rank)
-        if keeper is None or self._shipping is None:
-            kept()
+            area = self._begin(rank, incarnation, request.nbytes, request.keep)
+        except _TROUBLE as error:
+            send(Place(turn=request.turn, refusal=str(error)))
             return
-        self._waiting.kept[rank, incarnation] = said.step, kept
-        self._offer(area, incarnation, said.manifest, keeper)
+        self._begun[member] = area, request
+        if area.fd >= 0:
+            send(Place(turn=request.turn, path=str(area.path)))
+        else:
+            self._go(self._furnish_for(member, area, request.turn, send))
 
-    def _recall(self, rank: int, incarnation: int, step: int, turn: int, send: Send) -> None:
+    async def _furnish_for(self, member: Member, area: Area, turn: int, send: Send) -> None:
+        try:
+            await self._furnish(area)
+        except _TROUBLE as error:
+            self._drop_begun(member, area)
+            send(Place(turn=turn, refusal=str(error)))
+            return
+        if not area.gone:
+            send(Place(turn=turn, path=str(area.path)))
+
+    def _drop_begun(self, member: Member, area: Area) -> None:
+        if member in self._begun and self._begun[member][0] is area:
+            del self._begun[member]
+
+    def _keep(self, member: Member, said: Shelved, send: Send) -> None:
+        rank, incarnation = member
+        area, request = self._begun.pop(member, (None, None))
+        if area is None or request is None or self._shelf is None:
+            raise SnapshotError(f"rank {rank} has written a copy for which it was given no area")
+        manifest = snapshot.decode(said.manifest)
+        try:
+            self._shelf.commit(area, manifest)
+        except (OSError, ValueError) as error:
+            self._shelf.abandon(area)
+            send(Kept(turn=said.turn, refusal=f"the copy can't be kept: {error}"))
+            return
+        self._tell(self._took(rank, incarnation, said.step))
+        keeper = self._keepers.get(rank)
+        kept, safe = Kept(turn=said.turn), Safe(turn=said.turn)
+        if not said.wait:
+            send(kept)
+        last = kept if said.wait else safe
+        if keeper is None or self._shipping is None:
+            send(last)
+            return
+        self._waiting.safe[rank, incarnation, said.step] = lambda: send(last)
+        self._offer(area, incarnation, said.manifest, keeper, request.keep)
+
+    def _recall(self, member: Member, request: Recall, send: Send) -> None:
+        rank, step = member[0], request.step
+        if request.spoiled and self._shelf is not None:
+            self._shelf.drop(rank, step)
         area = self._find(rank, step)
         if area is not None:
-            send(_shown(area, turn))
-        elif self._shipping is None:
-            send(Recalled(turn=turn, refusal=self._missing(rank, step)))
-        else:
-            self._waiting.recalled[rank, incarnation] = (
-                step,
-                lambda answer: send(msgspec.structs.replace(answer, turn=turn)),
+            send(_shown(area, request.turn))
+            return
+        self._waiting.recalled[member] = (
+            step,
+            lambda answer: send(msgspec.structs.replace(answer, turn=request.turn)),
+        )
+        self._tell(
+            nodes.Seek(
+                rank=rank,
+                incarnation=member[1],
+                generation=self._generation,
+                step=step,
+                spoiled=request.spoiled,
             )
-            self._tell(nodes.Seek(rank=rank, incarnation=incarnation, step=step))
+        )
 
     # ------------------------------------------------------------ what the owner says
 
     def obey(self, order: nodes.CopyOrder) -> None:
-        """The coordinator's word about copies."""
+        """The coordinator's word about copies, or a keeper's answer."""
+        if isinstance(order, nodes.Keepers):
+            self._begin_generation(order)
+        elif order.generation == self._generation:
+            self._obey(order)
+
+    def _obey(self, order: nodes.CopyOrder) -> None:
         match order:
-            case nodes.Keepers(keepers=keepers):
-                self._keepers = keepers
-                self._forget_under_way()
             case nodes.Take(rank=rank):
-                self._taking[rank] = order  # now: what makes it stale may come before its task runs
-                task = asyncio.get_running_loop().create_task(self._take(order))
-                self._transfers.add(task)
-                task.add_done_callback(self._transfers.discard)
+                manifest = snapshot.decode(order.manifest)
+                self._end_incoming(rank, keep=order.keep)
+                incoming = self._incoming.setdefault(rank, _Incoming())
+                incoming.wanted[order.step] = order
+                self._go(self._take(order, manifest, incoming))
             case nodes.Secured(rank=rank, incarnation=incarnation, step=step):
-                waits = self._waiting.kept.get((rank, incarnation))
-                if waits is not None and waits[0] == step:
-                    del self._waiting.kept[rank, incarnation]
-                    waits[1]()
+                others = tuple(other for other, _ in self._lent.get(rank, ()) if other != step)
+                self._withdraw(rank, others)
+                safe = self._waiting.safe.pop((rank, incarnation, step), None)
+                if safe is not None:
+                    safe()
             case nodes.Lend(rank=rank, incarnation=incarnation, step=step, to=to):
                 area = self._find(rank, step)
                 if area is None or area.manifest is None:
-                    lack = nodes.Lack(rank=rank, incarnation=incarnation, step=step, to=to)
-                    self._tell(lack)
+                    self._tell(
+                        nodes.Lack(
+                            rank=rank,
+                            incarnation=incarnation,
+                            generation=self._generation,
+                            step=step,
+                            to=to,
+                        )
+                    )
                 else:
-                    self._offer(area, incarnation, snapshot.encode(area.manifest), to)
+                    text = snapshot.encode(area.manifest)
+                    others = tuple(other for other in self._needed if other != step)
+                    self._offer(area, incarnation, text, to, others)
             case nodes.Missing(rank=rank, step=step):
-                missing = Recalled(turn=0, refusal=self._missing(rank, step))
+                missing = f"no copy of rank {rank} at step {step} is left, on any node"
                 for member in [m for m in self._waiting.recalled if m[0] == rank]:
-                    self._answer(*member, step, missing)
+                    self._answer(member, step, Recalled(turn=0, refusal=missing))
+            case nodes.Drop(rank=rank):
+                self._withdraw(rank)
+                self._end_incoming(rank)
+                if self._shelf is not None:
+                    self._shelf.drop(rank)
 
-    def _offer(self, area: Area, incarnation: int, manifest: bytes, to: int) -> None:
+    def _begin_generation(self, order: nodes.Keepers) -> None:
+        """What was under way is of no use, nor are copies of steps that are done again."""
+        self._generation, self._keepers = order.generation, order.keepers
+        self._needed = order.steps
+        self._waiting = _Waiting()
+        for rank in self._incoming:
+            self._end_incoming(rank)
+        for rank in list(self._lent):
+            self._withdraw(rank)
+        if self._shelf is not None:
+            self._shelf.retain(order.steps)
+
+    # ------------------------------------------------------------ lent and fetched
+
+    def _offer(
+        self, area: Area, incarnation: int, manifest: bytes, to: int, keep: tuple[int, ...]
+    ) -> None:
         assert self._shipping is not None
         offer = self._shipping.lend(area, to)
-        self._lent.setdefault(area.rank, []).append(offer)
-        self._tell(
-            nodes.Offered(
-                rank=area.rank,
-                incarnation=incarnation,
-                manifest=manifest,
-                offer=offer,
-                to=to,
-            )
+        self._lent.setdefault(area.rank, []).append((area.step, offer))
+        take = nodes.Take(
+            rank=area.rank,
+            incarnation=incarnation,
+            generation=self._generation,
+            step=area.step,
+            keep=keep,
+            manifest=manifest,
+            offer=offer,
+            source=self._node,
         )
+        self._tell(nodes.Offered(to=to, take=take))
 
-    def _withdraw(self, rank: int) -> None:
-        """The copies of `rank` that are lent are of use to nobody any more."""
-        for offer in self._lent.pop(rank, ()):
+    def _withdraw(self, rank: int, keep: Collection[int] = ()) -> None:
+        """The copies of `rank` that are lent are of use to nobody any more, but those of steps in
+        `keep`."""
+        for step, offer in self._lent.pop(rank, ()):
+            if step in keep:
+                self._lent.setdefault(rank, []).append((step, offer))
+                continue
             assert self._shipping is not None
             self._shipping.withdraw(offer)
 
-    def _forget_under_way(self) -> None:
-        """A generation begins."""
-        self._waiting = _Waiting()
-        self._taking.clear()
-        for rank in list(self._lent):
-            self._withdraw(rank)
-
-    async def _take(self, order: nodes.Take) -> None:
-        """Fetch what is offered, and keep it. Says nothing if it is not wanted any more."""
-        manifest = snapshot.decode(order.manifest)
-        rank, step, incarnation = manifest.about.rank, manifest.about.step, order.incarnation
-        try:
-            area = await self._fetch(order, manifest)
-        except (EverstepError, OSError) as error:
-            if self._taking.get(rank) is order:
-                del self._taking[rank]
-                self._tell(
-                    nodes.Untaken(rank=rank, incarnation=incarnation, step=step, text=str(error))
-                )
-                self._answer(rank, incarnation, step, Recalled(turn=0, refusal=str(error)))
+    def _end_incoming(self, rank: int, keep: Collection[int] = ()) -> None:
+        """What is fetched for `rank` is not wanted any more, but for steps in `keep`."""
+        incoming = self._incoming.get(rank)
+        if incoming is None:
             return
-        if area is not None:
-            self._tell(nodes.Took(rank=rank, incarnation=incarnation, step=step))
-            self._answer(rank, incarnation, step, _shown(area, 0))
+        for step in [step for step in incoming.wanted if step not in keep]:
+            del incoming.wanted[step]
+            if incoming.filling is not None and incoming.filling[0] == step:
+                assert self._shipping is not None
+                self._shipping.end(incoming.filling[1], "the copy is not wanted any more")
 
-    async def _fetch(self, order: nodes.Take, manifest: Manifest) -> Area | None:
+    async def _take(self, order: nodes.Take, manifest: Manifest, incoming: _Incoming) -> None:
+        """Fetch what is offered, and keep it. Says nothing if it is not wanted any more."""
+        rank, step, incarnation = order.rank, order.step, order.incarnation
+        async with incoming.turn:
+            if incoming.wanted.get(step) is not order:
+                return
+            try:
+                area = await self._fetch(order, manifest, incoming)
+            except _TROUBLE as error:
+                if incoming.wanted.get(step) is order:
+                    del incoming.wanted[step]
+                    self._tell(
+                        nodes.Untaken(
+                            rank=rank,
+                            incarnation=incarnation,
+                            generation=order.generation,
+                            step=step,
+                            source=order.source,
+                            text=str(error),
+                        )
+                    )
+                return
+        if area is not None:
+            self._tell(self._took(rank, incarnation, step))
+            self._answer((rank, incarnation), step, _shown(area, 0))
+
+    async def _fetch(
+        self, order: nodes.Take, manifest: Manifest, incoming: _Incoming
+    ) -> Area | None:
         """The copy that is offered, complete on the shelf; None if it is not wanted any more."""
         assert self._shipping is not None
-        rank = manifest.about.rank
-        if self._taking.get(rank) is not order:
-            return None
-        area = self._area(rank, order.incarnation, manifest.about.step, manifest.nbytes)
+        step = order.step
+        area = self._begin(order.rank, order.incarnation, manifest.nbytes, order.keep)
         assert self._shelf is not None
+        incoming.filling = step, area
         try:
+            if area.fd < 0:
+                await self._furnish(area)
+            if incoming.wanted.get(step) is not order:
+                return None
             await self._shipping.fetch(area, manifest, order.offer)
-            if self._taking.get(rank) is not order:
+            if incoming.wanted.get(step) is not order:
                 return None
             self._shelf.commit(area, manifest)
         finally:
+            incoming.filling = None
             self._shelf.abandon(area)
-        del self._taking[rank]
+        del incoming.wanted[step]
         return area
 
-    def _answer(self, rank: int, incarnation: int, step: int, answer: Recalled) -> None:
-        waits = self._waiting.recalled.get((rank, incarnation))
+    def _answer(self, member: Member, step: int, answer: Recalled) -> None:
+        waits = self._waiting.recalled.get(member)
         if waits is not None and waits[0] == step:
-            del self._waiting.recalled[rank, incarnation]
+            del self._waiting.recalled[member]
             waits[1](answer)
 
+    def _took(self, rank: int, incarnation: int, step: int) -> nodes.Took:
+        return nodes.Took(
+            rank=rank, incarnation=incarnation, generation=self._generation, step=step
+        )
+
     # ------------------------------------------------------------ the shelf
+
+    def _begin(self, rank: int, incarnation: int, nbytes: int, keep: Collection[int]) -> Area:
+        if self._shelf is None:
+            budget = measure(self._shm_dir)
+            self._shelf = Shelf(self._shm_dir, self._run_id, self._node, budget)
+        return self._shelf.begin(rank=rank, incarnation=incarnation, nbytes=nbytes, keep=keep)
+
+    async def _furnish(self, area: Area) -> None:
+        """Take the memory of `area`. Raises UserError where there is none."""
+        assert self._shelf is not None
+        loop = asyncio.get_running_loop()
+        try:
+            fd = await loop.run_in_executor(None, create_locked, area.path, area.nbytes)
+        except OSError as error:
+            self._shelf.abandon(area)
+            raise refusal(area.path, error) from error
+        self._shelf.furnish(area, fd)
 
     def _find(self, rank: int, step: int) -> Area | None:
         whole = self._shelf.complete(rank) if self._shelf is not None else []
         return next((area for area in whole if area.step == step), None)
 
-    def _missing(self, rank: int, step: int) -> str:
-        return f"no copy of rank {rank} at step {step} is left, on node {self._node} or elsewhere"
+    def _go(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            context = {"message": "everstep: a task about copies failed", "exception": error}
+            task.get_loop().call_exception_handler(context)
 
 
 def _shown(area: Area, turn: int) -> Recalled:

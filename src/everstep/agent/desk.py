@@ -65,17 +65,16 @@ class RecentLines:
         """Lines of `ranks` (of all, where that is empty) behind the line `at`, about `max_bytes` of
         them; and up to which line this looked."""
         found: list[Line] = []
-        if at >= self.end:
+        if at >= self.end:  # the usual case, for one who follows
             return found, at
         skipped = max(0, len(self._lines) - (self.end - at))
         for line in itertools.islice(self._lines, skipped, None):
-            at = line.at
             if not ranks or line.rank in ranks:
                 found.append(line)
                 max_bytes -= len(line.text)
                 if max_bytes <= 0:
-                    break
-        return found, at
+                    return found, line.at
+        return found, self.end
 
     def tail(self, count: int, ranks: Collection[int]) -> int:
         """The line behind which the newest `count` lines of `ranks` stand."""
@@ -137,8 +136,9 @@ class Desk:
         self._pace = Pace()
         self._clients: set[int] = set()
         self._readers: dict[int, _Reader] = {}
+        self._is_over = False  # and those who were there have been told so
         fleet.also_show(self)
-        fleet.ended.add_done_callback(lambda _: self._tell_over(self._clients))
+        fleet.ended.add_done_callback(lambda _: self._ended())
 
     def knows(self, peer: int) -> bool:
         """Whether a peer is a client."""
@@ -155,8 +155,8 @@ class Desk:
             case clients.AskStop(now=now, who=who):
                 self._stop(now=now, who=who)
                 self._outgoing.send(peer, clients.Stopping(run_id=self._run_id))
-        if self._fleet.ended.done():
-            self._tell_over([peer])
+        if self._is_over:
+            self._tell_over(peer)
 
     def lost(self, peer: int) -> None:
         """A client has gone."""
@@ -206,14 +206,18 @@ class Desk:
         self._fleet.record(Record(event="note", fields=fields))
         self._fleet.end_asked(now=now)
 
-    def _tell_over(self, peers: Collection[int]) -> None:
+    def _ended(self) -> None:
+        self._is_over = True
+        for peer in list(self._clients):
+            self._tell_over(peer)
+
+    def _tell_over(self, peer: int) -> None:
         ended = self._fleet.ended
         if ended.cancelled():
             return
         error = ended.exception()
         text = ended.result().text if error is None else str(error)
-        for peer in list(peers):
-            self._outgoing.send(peer, clients.Over(exit_code=self._fleet.exit_code, text=text))
+        self._outgoing.send(peer, clients.Over(exit_code=self._fleet.exit_code, text=text))
 
     # ------------------------------------------------------------ lines
 

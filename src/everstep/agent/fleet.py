@@ -13,10 +13,12 @@ It does not decide about ranks or nodes (core), nor how nodes are found (launch)
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from everstep.agent.ferry import Ferry
 from everstep.agent.lookout import Lookout
 from everstep.agent.workers import Place, torchrun_environment, worker_spec
 from everstep.coordinator import CoordinatorShell, Core
@@ -30,10 +32,11 @@ from everstep.observe.view import Both, View
 from everstep.settings import RunSettings
 from everstep.types import Cause, Record
 from everstep.wire import nodes
-from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
+from everstep.wire.messages import FromWorker, Keepsake, ToWorker, WorkerSpec
 from everstep.wire.nodes import Shown
 
 Member = tuple[int, int]  # rank and incarnation
+Kept = tuple[tuple[int, Keepsake], ...]
 _WRITTEN_EVERY_S = 0.25
 
 
@@ -41,8 +44,14 @@ class NodeHandle(Protocol):
     """What a fleet needs of a node; `agent.node.Node` says what each call does. No call but `close`
     blocks or waits."""
 
-    def launch(self, spec: WorkerSpec, variables: Mapping[str, str], delay_s: float) -> None:
-        """Fork a worker."""
+    def launch(
+        self,
+        spec: WorkerSpec,
+        variables: Mapping[str, str],
+        delay_s: float,
+        kept: Kept = (),
+    ) -> None:
+        """Fork a worker. `kept`: as nodes.Launch has it."""
         ...
 
     def kill(self, rank: int, incarnation: int, why: str) -> None:
@@ -59,6 +68,15 @@ class NodeHandle(Protocol):
 
     def inspect(self) -> None:
         """Have all workers show their stacks."""
+        ...
+
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        """Where it listens for other nodes."""
+        ...
+
+    def peers(self, order: nodes.Peers) -> None:
+        """Which other nodes there are."""
         ...
 
     def copy_order(self, order: nodes.CopyOrder) -> None:
@@ -110,8 +128,7 @@ class Fleet:
         self._lookout = Lookout(directory.path, self._shell.silent, self._shell.inspected)
         self._nodes: dict[int, NodeHandle] = {}
         self._homes: dict[Member, int] = {}
-        self._alone: set[int] = set()  # ranks of which it was said that no keeper has their copy
-        self._lacking: dict[tuple[int, int, int], set[int]] = {}  # who could not lend what to whom
+        self._ferry = Ferry(self, self._shell, lambda: list(self._nodes))
         self._told_written_s = 0.0
         self._started = False
         self._asked_by: int | None = None
@@ -151,10 +168,14 @@ class Fleet:
         self._started = True
         self._shell.start()
 
-    def resume(self, resumed: events.Resumed) -> None:
-        """Take over a job that runs."""
+    def resume(self, resumed: events.Resumed, fired: Collection[int] = ()) -> None:
+        """Take over a job that runs. `fired`: numbers of the faults on purpose that have."""
         self._started = True
-        self._shell.resume(resumed)
+        self._shell.resume(resumed, fired)
+
+    def leave(self) -> None:
+        """Do nothing more for the job, which goes on."""
+        self._shell.stop()
 
     def stop_asked(self, number: int) -> None:
         """Signal `number` asks the job to end: the first time in order, the second time at once."""
@@ -253,7 +274,7 @@ class Fleet:
         node = self._nodes.get(order.node)
         if node is not None:  # else it is lost, which the core is about to hear
             self._homes[order.rank, order.incarnation] = order.node
-            node.launch(spec, variables, order.delay_s)
+            node.launch(spec, variables, order.delay_s, heritage.kept)
 
     def kill(self, rank: int, incarnation: int, why: str) -> None:
         """SIGKILL a worker."""
@@ -274,6 +295,10 @@ class Fleet:
         if node is not None:
             node.cut(whole=whole)
 
+    def fall(self) -> None:
+        """End this process: the job has another one for its nodes."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def inspect(self) -> None:
         """Have all workers show their stacks."""
         self._lookout.inspect(self._inhabited(), lambda number: self._nodes[number].inspect())
@@ -284,10 +309,30 @@ class Fleet:
         if node is not None:
             node.send(rank, incarnation, message)
 
-    def keepers(self, keepers: Mapping[int, int]) -> None:
+    def peers(self, guardians: Mapping[int, int | None]) -> None:
+        """Tell nodes of each other."""
+        there = {number: self._nodes[number] for number in guardians if number in self._nodes}
+        addresses = {number: node.peer_address for number, node in there.items()}
+        for number, node in there.items():
+            guardian = guardians[number]
+            node.peers(
+                nodes.Peers(addresses=addresses, guardian=-1 if guardian is None else guardian)
+            )
+
+    def keepers(self, generation: int, keepers: Mapping[int, int], steps: tuple[int, ...]) -> None:
         """Tell all nodes who keeps whose copies."""
-        for node in self._nodes.values():
-            node.copy_order(nodes.Keepers(keepers=dict(keepers)))
+        self._ferry.keepers(generation, keepers, steps)
+
+    def copy_order(self, node: int, order: nodes.CopyOrder) -> bool:
+        """Tell a node something about copies. False if it is not there."""
+        handle = self._nodes.get(node)
+        if handle is not None:
+            handle.copy_order(order)
+        return handle is not None
+
+    def home_of(self, rank: int, incarnation: int) -> int | None:
+        """The node on which a worker is."""
+        return self._homes.get((rank, incarnation))
 
     def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
         """Keep logged scalars."""
@@ -331,67 +376,12 @@ class Fleet:
         self._homes.pop((rank, incarnation), None)
         self._shell.died(rank, incarnation, cause, before_kill=before_kill)
 
-    def _copy_news(self, number: int, news: nodes.CopyNews) -> None:
-        """Carry what nodes tell of copies to those whom it is for."""
-        match news:
-            case nodes.Offered(rank=rank, incarnation=incarnation, to=to):
-                taker = self._nodes.get(to)
-                if taker is not None:
-                    taker.copy_order(
-                        nodes.Take(
-                            rank=rank,
-                            incarnation=incarnation,
-                            manifest=news.manifest,
-                            offer=news.offer,
-                        )
-                    )
-            case nodes.Took(rank=rank, incarnation=incarnation, step=step):
-                self._lacking.pop((rank, step, number), None)
-                self._shell.copied(rank, incarnation, step, number)
-                self._secured(rank, incarnation, step, number)
-            case nodes.Untaken(rank=rank, incarnation=incarnation, step=step, text=text):
-                if self._homes.get((rank, incarnation)) != number and rank not in self._alone:
-                    self._alone.add(rank)
-                    self._note(
-                        f"copy-not-kept-{rank}",
-                        f"node {number} can't keep the copy of rank {rank} at step {step}, which "
-                        f"is only on the rank's own node now: {text}",
-                    )
-                self._secured(rank, incarnation, step, number)
-            case nodes.Seek(rank=rank, incarnation=incarnation, step=step):
-                self._lacking[rank, step, number] = set()
-                self._find_copy(rank, incarnation, step, number)
-            case nodes.Lack(rank=rank, incarnation=incarnation, step=step, to=to):
-                self._lacking.setdefault((rank, step, to), set()).add(number)
-                self._find_copy(rank, incarnation, step, to)
-
-    def _secured(self, rank: int, incarnation: int, step: int, number: int) -> None:
-        home = self._homes.get((rank, incarnation))
-        if home is not None and home != number and home in self._nodes:
-            order = nodes.Secured(rank=rank, incarnation=incarnation, step=step)
-            self._nodes[home].copy_order(order)
-
-    def _find_copy(self, rank: int, incarnation: int, step: int, to: int) -> None:
-        """Have the copy of `rank` at `step` offered to node `to` by one that has it."""
-        seeker = self._nodes.get(to)
-        if seeker is None:
-            return
-        lacking = self._lacking.get((rank, step, to), set())
-        holders = [
-            self._nodes[number]
-            for number in self._shell.copies_of(rank, step)
-            if number in self._nodes and number != to and number not in lacking
-        ]
-        if holders:
-            holders[0].copy_order(nodes.Lend(rank=rank, incarnation=incarnation, step=step, to=to))
-        else:
-            seeker.copy_order(nodes.Missing(rank=rank, step=step))
-
     def _silent(self, number: int, evidence: tuple[Evidence, ...]) -> None:
         others = self._inhabited() - {number}
         self._lookout.silent(number, evidence, others, lambda other: self._nodes[other].look())
 
-    def _note(self, key: str, text: str) -> None:
+    def note(self, key: str, text: str) -> None:
+        """Something a person should know."""
         self.record(Record(event="note", fields={"key": key, "text": text, "rank": None}))
 
 
@@ -428,11 +418,11 @@ class Berth:
 
     def copy_news(self, news: nodes.CopyNews) -> None:
         """Something about copies."""
-        self._fleet._copy_news(self._number, news)
+        self._fleet._ferry.take(self._number, news)
 
     def note(self, key: str, text: str) -> None:
         """Something a person should know."""
-        self._fleet._note(key, text)
+        self._fleet.note(key, text)
 
     def failed(self, error: BaseException) -> None:
         """The node can not go on."""

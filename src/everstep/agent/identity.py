@@ -54,29 +54,56 @@ def address_towards(host: str, port: int) -> str:
 
     Raises UserError where there is no way.
     """
+    refusal: OSError | None = None
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
-            0
-        ]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
+        ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
-        raise UserError(
-            f"this host has no way to the coordinator at {host}: {error.strerror}; look at its "
-            "name and routes, or name the interface with --interface"
-        ) from error
+        ways, refusal = [], error
+    for family, kind, protocol, _, target in ways:  # a name may have both families, a host one
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            refusal = refusal or error
+    raise UserError(
+        f"this host has no way to the coordinator at {host}: "
+        f"{refusal.strerror if refusal else 'it has no address'}; look at its name and routes, or "
+        "name the interface with --interface"
+    ) from refusal
 
 
-def numeric(host: str) -> str:
-    """The first numeric address of a host's name. Blocks for the name. Raises UserError."""
+def numeric(host: str, *, alone: bool = True) -> str:
+    """A numeric address of a host's name: one of this host's, if there is one, and rather not a
+    loopback device's. `alone`: no other host need reach it. Blocks for the name. Raises
+    UserError."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(
             f"the coordinator's host {host} has no address here: {error.strerror}; correct the "
             "name, or give its address"
         ) from error
+    addresses = sorted(dict.fromkeys(str(entry[4][0]) for entry in found), key=_is_loopback)
+    address = next((each for each in addresses if can_listen(each, 0)), addresses[0])
+    if _is_loopback(address) and not alone and not _means_loopback(host):
+        raise UserError(
+            f"the coordinator's host {host} is {address} on this host (see /etc/hosts), where no "
+            "other host can reach it; correct the name there, or give its address in --coordinator"
+        )
+    return address
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether who wrote this has asked for a loopback device."""
+    try:
+        return _is_loopback(host)
+    except ValueError:
+        return "localhost" in host
 
 
 def can_listen(address: str, port: int) -> bool:

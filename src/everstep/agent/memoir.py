@@ -32,13 +32,16 @@ _MOST_UNWRITTEN = 10_000  # of a rank; a day without a coordinator must not cost
 @dataclass(slots=True)
 class _Life:
     """One living worker. `stopped`: the newest generation that it was told to stop, or that failed
-    for it."""
+    for it. `led_to`: the position to which its newest regroup leads. `fault`: its word of a failure
+    in its present world."""
 
     generation: int
     joining: bool
     settled: bool = False
     stopped: int = -1
     position: tuple[int, int] = (0, 0)
+    led_to: tuple[int, int] = (0, 0)
+    fault: messages.Fault | None = None
     left_at: int | None = None
     finished: bool = False
     closed: bool = False
@@ -85,6 +88,7 @@ class Memoirs:
                 self._stop(life, generation)
             case messages.Regroup(generation=generation):
                 life.generation, life.joining, life.settled = generation, False, False
+                life.led_to, life.fault = (message.step, message.sections), None
                 life.left_at = life.left_at if life.closed else None
             case messages.Closed():
                 life.closed = True
@@ -99,10 +103,15 @@ class Memoirs:
         match message:
             case messages.Commit(step=step, sections=sections):
                 life.position = (step, sections)
-            case messages.Fault(generation=generation) | messages.Park(generation=generation):
+            case messages.Fault(generation=generation):
+                self._stop(life, generation)
+                life.fault = message if generation == life.generation else life.fault
+            case messages.Park(generation=generation):
                 self._stop(life, generation)
             case messages.Receipt(generation=generation, ok=True):
-                life.settled = generation == life.generation > life.stopped
+                if generation == life.generation:
+                    life.position = life.led_to
+                    life.settled = life.stopped < generation
             case messages.Close(step=step):
                 life.position = max(life.position, (step, 0))
                 life.left_at = step
@@ -115,7 +124,9 @@ class Memoirs:
 
     def died(self, died: nodes.Died) -> None:
         """A worker is gone."""
-        if self._lives.pop((died.rank, died.incarnation), None) is not None:
+        life = self._lives.get((died.rank, died.incarnation))
+        if life is not None and not life.bye:  # else that was the job's end, and stays known
+            del self._lives[died.rank, died.incarnation]
             self._ended[died.rank] = died
 
     def written(self, step: int) -> None:
@@ -155,11 +166,18 @@ class Memoirs:
             if life.settled and not life.finished
         ]
 
+    def faults(self) -> Iterable[nodes.Said]:
+        """The failures that workers have told of, in the worlds in which they still are."""
+        for (rank, incarnation), life in sorted(self._lives.items()):
+            if life.fault is not None:
+                yield nodes.Said(rank=rank, incarnation=incarnation, message=life.fault)
+
     def report(
         self,
         *,
         term: int,
         node: int,
+        peers: tuple[int, ...],
         kept: dict[int, tuple[tuple[int, FromWorker], ...]],
         copies: Iterable[tuple[int, int]],
     ) -> nodes.Report:
@@ -168,6 +186,7 @@ class Memoirs:
             term=term,
             node=node,
             slot=self._slot,
+            peers=peers,
             members=tuple(
                 nodes.MemberReport(
                     rank=rank,

@@ -123,7 +123,8 @@ class Owner(Protocol):
 
 
 class Node:
-    """The workers of one node. Loop thread only. `open` once, then `close`."""
+    """The workers of one node. Loop thread only. `open` once, then `close`. `shipping`: its bulk
+    plane; None where there is no other node."""
 
     def __init__(self, settings: NodeSettings, ground: Ground, owner: Owner) -> None:
         self._loop = asyncio.get_running_loop()
@@ -149,9 +150,9 @@ class Node:
         # Of first incarnations, by rank: made before anything starts, so that a lack of room shows.
         self._progress: dict[int, ProgressFile] = {}
         self._sentry = Sentry(self._loop, settings, self._workers, owner.silent, owner.note)
-        shipping = None if ground.dock is None else Shipping(ground.dock, ground.number)
+        self.shipping = None if ground.dock is None else Shipping(ground.dock, ground.number)
         self._copies = Copies(
-            ground.shm_dir, settings.run_id, ground.number, shipping, owner.copy_news
+            ground.shm_dir, settings.run_id, ground.number, self.shipping, owner.copy_news
         )
         self._preparations: set[asyncio.Task[None]] = set()
         self._burials: set[asyncio.Task[None]] = set()
@@ -215,7 +216,18 @@ class Node:
 
     # ------------------------------------------------------------ what the owner asks for
 
-    def launch(self, spec: WorkerSpec, variables: Mapping[str, str], delay_s: float) -> None:
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        """A node in the coordinator's process listens for nobody."""
+        return self._ground.host, 0
+
+    def launch(
+        self,
+        spec: WorkerSpec,
+        variables: Mapping[str, str],
+        delay_s: float,
+        kept: object = (),
+    ) -> None:
         """Fork a worker, after `delay_s`, as soon as a zygote is ready. `spec`: without paths and
         host, which are the node's. `variables`: for its environment."""
         rank, incarnation = spec.rank, spec.incarnation
@@ -260,6 +272,13 @@ class Node:
     def copy_order(self, order: nodes.CopyOrder) -> None:
         """The coordinator's word about copies."""
         self._copies.obey(order)
+
+    def copies_held(self) -> tuple[tuple[int, int], ...]:
+        """The copies in this node's memory: (rank, step)."""
+        return self._copies.held()
+
+    def peers(self, order: nodes.Peers) -> None:
+        """A node in the coordinator's process has no peers."""
 
     def written(self, step: int) -> None:
         """Nothing is kept here of what was said: whom it is told to is in this process."""

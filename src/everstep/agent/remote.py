@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from everstep.agent import clocks
+from everstep.agent.desk import Desk
 from everstep.agent.ending import END_TIMEOUT_S
-from everstep.agent.fleet import Berth, Fleet
+from everstep.agent.fleet import Berth, Fleet, Kept
+from everstep.agent.preflight import Plan, Preflight, Station
+from everstep.core.words import name_signal
 from everstep.errors import UserError
 from everstep.types import TERM_STRIDE, Cause, CauseKind, Record
 from everstep.wire import nodes
+from everstep.wire.clients import AgentNow, FromClient
 from everstep.wire.messages import ToWorker, WorkerSpec
 from everstep.wire.network import Hub, Limits
 from everstep.wire.secret import Secret
@@ -53,9 +57,24 @@ class RemoteNode:
         self._hang_up = hang_up
         self._exit_code = exit_code
 
-    def launch(self, spec: WorkerSpec, variables: Mapping[str, str], delay_s: float) -> None:
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        """Where its agent listens for others."""
+        return self.who.address, self.who.peer_port
+
+    def launch(
+        self,
+        spec: WorkerSpec,
+        variables: Mapping[str, str],
+        delay_s: float,
+        kept: Kept = (),
+    ) -> None:
         """Fork a worker."""
-        self._send(nodes.Launch(spec=spec, environment=dict(variables), delay_s=delay_s))
+        self._send(nodes.Launch(spec=spec, environment=dict(variables), delay_s=delay_s, kept=kept))
+
+    def peers(self, order: nodes.Peers) -> None:
+        """Which other nodes there are."""
+        self._send(order)
 
     def kill(self, rank: int, incarnation: int, why: str) -> None:
         """SIGKILL a worker's whole session."""
@@ -108,7 +127,8 @@ class Registry:
 
     `settings`, `versions`, `script_digest`: of the job, which all must share. `must_start`: an
     agent that fails before it has joined ends the job, since all others would, too. `term`: which
-    of the job's coordinators this is.
+    of the job's coordinators this is. `preflight`: None: nodes are admitted untried. Implements
+    `preflight.Gatekeeper`.
     """
 
     def __init__(
@@ -116,7 +136,7 @@ class Registry:
         fleet: Fleet,
         *,
         host: str,
-        ports: range,
+        ports: Sequence[int],
         secret: Secret,
         lease_s: float,
         settings: nodes.NodeSettings,
@@ -125,6 +145,7 @@ class Registry:
         nproc_per_node: int,
         must_start: bool,
         term: int = 0,
+        preflight: Plan | None = None,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
@@ -133,13 +154,20 @@ class Registry:
         self._nproc_per_node = nproc_per_node
         self._must_start = must_start
         self._nodes: dict[int, RemoteNode] = {}  # by peer
+        self._leaving: dict[int, RemoteNode] = {}  # those that end by themselves, by peer
         self._term = term
+        self._preflight = Preflight(
+            self,
+            preflight or Plan(needed=0, ports="", within_s=0.0),
+            begun=term > 0,
+            call_later=asyncio.get_running_loop().call_later,
+        )
         self._next_number = term * TERM_STRIDE
-        self._hub: Hub[nodes.FromNode] = Hub(
+        self._hub: Hub[nodes.FromNode | FromClient] = Hub(
             host=host,
             ports=ports,
             secret=secret,
-            receives=nodes.FromNode,
+            receives=nodes.FromNode | FromClient,
             on_joined=lambda *_: None,  # it has to say who it is
             on_message=self._take,
             on_lost=self._lost,
@@ -147,23 +175,42 @@ class Registry:
             limits=Limits(lease_s=lease_s),
         )
         self.port = self._hub.port
+        self._desk = Desk(
+            fleet,
+            self._hub,
+            self._agents,
+            run_id=settings.run_id,
+            script=settings.script,
+            term=term,
+        )
 
     def close(self) -> None:
         """Hang up on all, and listen no longer."""
+        self._preflight.close()
+        self._desk.close()
         self._hub.close()
 
     # ------------------------------------------------------------ registration
 
-    def _take(self, peer: int, message: nodes.FromNode) -> None:
+    def _take(self, peer: int, message: nodes.FromNode | FromClient) -> None:
         node = self._nodes.get(peer)
-        if isinstance(message, nodes.Register):
+        if isinstance(message, FromClient):
+            self._desk.take(peer, message)
+        elif isinstance(message, nodes.Register):
             self._register(peer, message)
+        elif peer in self._leaving:
+            if isinstance(message, nodes.Output | nodes.Note):
+                _tell(self._leaving[peer].berth, message)
         elif node is None:
             self._hub.drop(peer, "it has not registered")
         elif isinstance(message, nodes.Joined):
             self._join(peer, node, message)
+        elif isinstance(message, nodes.Probed):
+            self._preflight.probed(node.number, message)
         elif isinstance(message, nodes.Failed):
             self._failed(peer, node, message)
+        elif isinstance(message, nodes.Leaving):
+            self._leave(peer, node, message)
         elif isinstance(message, nodes.Gone):
             node.gone.set()
         else:
@@ -234,6 +281,8 @@ class Registry:
         """Why an agent can't take part; "" if it can."""
         if peer in self._nodes:
             return "it registers twice on one connection"
+        if self._desk.knows(peer):
+            return "it has asked as a client; an agent has a connection of its own"
         if self._fleet.ended.done():
             return "the job is over"
         if twin is not None:
@@ -261,8 +310,40 @@ class Registry:
             self._lost(peer, why)
         elif not node.joined:
             node.joined = True
-            who = node.who
-            self._fleet.joined(node.number, who.host, who.domain, self._nproc_per_node)
+            self._preflight.joined(
+                Station(
+                    number=node.number,
+                    host=node.who.host,
+                    address=node.who.address,
+                    listens=joined.listens,
+                )
+            )
+
+    # ------------------------------------------------------------ the preflight's word
+
+    def probe(self, number: int, order: nodes.Probe) -> None:
+        """Have a node try whether it reaches others."""
+        self._hub.send(self._peer_of(number), order)
+
+    def admit(self, number: int) -> None:
+        """It takes part in the job."""
+        who = self._nodes[self._peer_of(number)].who
+        self._fleet.joined(number, who.host, who.domain, self._nproc_per_node)
+
+    def refuse(self, number: int, why: str) -> None:
+        """It can't take part."""
+        peer = self._peer_of(number)
+        self._refuse(peer, self._nodes[peer].who, why)
+        self._lost(peer, why)
+
+    def refuse_job(self, why: str) -> None:
+        """The job can't begin on these nodes."""
+        self._fleet.failed(UserError(why))
+
+    def _peer_of(self, number: int) -> int:
+        return next(peer for peer, node in self._nodes.items() if node.number == number)
+
+    # ------------------------------------------------------------ refusals
 
     def _refuse(self, peer: int, who: nodes.Register, why: str) -> None:
         text = f"agent {who.name} on host {who.host} is refused: {why}"
@@ -281,11 +362,21 @@ class Registry:
         self._hub.drop(peer, text)
         self._lost(peer, text)
 
+    def _leave(self, peer: int, node: RemoteNode, leaving: nodes.Leaving) -> None:
+        """Its node is lost, and that it still ends its workers concerns nobody: its place is free
+        at once."""
+        why = f"its agent was asked to end by {name_signal(leaving.signal)}"
+        self._lost(peer, why)
+        self._leaving[peer] = node
+
     def _lost(self, peer: int, why: str) -> None:
+        self._desk.lost(peer)
+        self._leaving.pop(peer, None)
         node = self._nodes.pop(peer, None)
         if node is None:
             return
         node.gone.set()
+        self._preflight.lost(node.number)
         if not self._fleet.ended.done():
             cause = Cause(kind=CauseKind.NODE, text=why, signature="node lost")
             self._fleet.lost(node.number, cause)
@@ -294,7 +385,21 @@ class Registry:
         node = self._nodes.pop(peer, None)
         if node is not None:
             node.gone.set()
+            self._preflight.lost(node.number)
         self._hub.drop(peer, why)
+
+    def _agents(self) -> tuple[AgentNow, ...]:
+        return tuple(
+            AgentNow(
+                node=node.number,
+                name=node.who.name,
+                host=node.who.host,
+                address=node.who.address,
+                pid=node.who.pid,
+                joined=node.joined,
+            )
+            for node in self._nodes.values()
+        )
 
     def _stranger(self, address: str, why: str) -> None:
         self._note(f"stranger-{address}", f"a connection from {address} was refused: {why}")

@@ -6,17 +6,18 @@ named by node, rank and incarnation. A worker or a transfer writes the bytes; th
 the manifest beside them, under its final name by a rename. A copy is complete when its manifest is
 there and not before; so a copy whose writer died is nothing, and is given away.
 
-Each rank has up to two copies. A new one takes the place of the older, and only when that is no
-longer needed: not while it is read, and not before everybody has acknowledged a newer step. The
-manifest goes first, so that no manifest ever stands beside bytes that are being overwritten. The
-newest complete copy is never touched. A new incarnation never gets an area of an older one while
-that may still be written: its writer may only have been slow.
+Who makes a copy says of which steps older ones must stay; the others give their place to it. Their
+manifests go first, so that no manifest ever stands beside bytes that are being overwritten. An area
+that is still read is not used again: its memory goes with the last reader, and counts until then. A
+new incarnation never gets an area of an older one, which may still be written: its writer may only
+have been slow.
 
 A restarted agent takes over every copy of its job that no living agent holds (`shelf_files`). The
 start of another job removes (`sweep`) what no living job holds; between an agent's death and its
 return this may cost the copies, and never gives a wrong one.
 
-What it doesn't know: who writes, where a copy goes next, which step is needed. One thread.
+What it doesn't know: who writes, where a copy goes next, which step is needed. One thread; the one
+call that may take long, to take memory, is left to the caller (`begin`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from everstep import snapshot
@@ -38,18 +40,12 @@ from everstep.agent.shelf_files import (
     sweep,
     take,
 )
-from everstep.errors import EverstepError, UserError
+from everstep.errors import UserError
 from everstep.snapshot import Manifest, SnapshotError
 
 _AREA = re.compile(r"n(\d{1,9})-r(\d{1,9})\.(\d{1,9})-(\d{1,9})")
-_COPIES = 2
 
-__all__ = ["Area", "Shelf", "StillNeeded", "sweep"]
-
-
-class StillNeeded(EverstepError):
-    """There is no area for a new copy: those of the rank are read, or not yet acknowledged by all.
-    The step goes on without a copy, or waits."""
+__all__ = ["Area", "Shelf", "create_locked", "refusal", "sweep"]
 
 
 class Shelf:
@@ -65,8 +61,9 @@ class Shelf:
         try:
             self._lock: int | None = enter(self.directory)
         except OSError as error:
-            raise _refusal(self.directory, error) from error
+            raise refusal(self.directory, error) from error
         self._areas: dict[int, list[Area]] = {}
+        self._leaving: list[Area] = []  # given up, and still read
         self._made = 0
         self.adopted = self._adopt()
         """The complete copies that were found at the start, and are kept now."""
@@ -74,32 +71,36 @@ class Shelf:
 
     # ------------------------------------------------------------ writing
 
-    def begin(self, *, rank: int, incarnation: int, nbytes: int, acknowledged: int = -1) -> Area:
+    def begin(
+        self, *, rank: int, incarnation: int, nbytes: int, keep: Collection[int] = ()
+    ) -> Area:
         """An area of `nbytes` bytes for a new copy of `rank`, written by `incarnation` (a transfer
-        writes for the incarnation that it copies).
+        writes for the incarnation that it copies). Where its `fd` is -1, memory must be taken
+        before it is written: by `create_locked` on any thread, and then `furnish`.
 
-        `acknowledged`: the newest step that all who need it hold; complete copies of that step and
-        newer ones stay. A copy of the same rank that is under way is given up. Raises StillNeeded,
-        and UserError with the numbers where the budget or the memory is spent."""
-        for area in [area for area in self._of(rank) if area.under_way]:
+        `keep`: the steps of which complete copies stay; those of others, and one that is under way,
+        give their place. Raises UserError with the numbers where the budget is spent."""
+        for area in self._of(rank):
+            if area.manifest is not None and area.step not in keep:
+                area.manifest_path.unlink(missing_ok=True)
+                area.manifest = None
+        free = [area for area in self._of(rank) if area.manifest is None]
+        reusable = [area for area in free if self._fits(area, incarnation, nbytes)]
+        for area in [area for area in free if area not in reusable[:1]]:
             self._discard(area)
-        complete = self.complete(rank)
-        old = [a for a in complete[1:] if a.step < acknowledged and not a.users]
-        if len(complete) - len(old) >= _COPIES:
-            said = " and ".join(f"step {area.step}" for area in complete)
-            raise StillNeeded(
-                f"no room for another copy of rank {rank} on node {self.node}: {said} are being "
-                f"read or not yet acknowledged (all hold step {acknowledged})"
-            )
-        for area in old:
-            area.manifest_path.unlink(missing_ok=True)
-            area.manifest = None
-        reusable = [a for a in self._of(rank) if self._fits(a, incarnation, nbytes)]
-        for other in [a for a in self._of(rank) if a.manifest is None and a not in reusable[:1]]:
-            self._forget(other)
-        area = reusable[0] if reusable else self._make(rank, incarnation, nbytes)
+        area = reusable[0] if reusable else self._plan(rank, incarnation, nbytes)
         area.under_way = True
         return area
+
+    def furnish(self, area: Area, fd: int) -> bool:
+        """The memory of `area` is taken, at `fd`. False if the area was given up meanwhile; then
+        nothing is left of it."""
+        area.fd = fd
+        if not area.gone:
+            return True
+        area.path.unlink(missing_ok=True)
+        area.give_up()
+        return False
 
     def commit(self, area: Area, manifest: Manifest) -> None:
         """The copy in `area` is whole: write its manifest. From here on it is there for everybody,
@@ -113,12 +114,6 @@ class Shelf:
         if manifest.about.rank != area.rank:
             raise SnapshotError(
                 f"the manifest of rank {manifest.about.rank} came for the copy of rank {area.rank}"
-            )
-        newest = self.newest(area.rank)
-        if newest is not None and manifest.about.step < newest.step:
-            raise SnapshotError(
-                f"a copy of rank {area.rank} at step {manifest.about.step} came after that of step "
-                f"{newest.step}"
             )
         with area.bytes() as view:
             snapshot.check_header(view, snapshot.check(manifest))
@@ -135,22 +130,18 @@ class Shelf:
         if area.under_way and area in self._of(area.rank):
             self._discard(area)
 
-    def drop_from(self, rank: int, step: int) -> None:
-        """Give up the copies of `rank` at `step` and later: the step is done again."""
-        for area in [area for area in self.complete(rank) if area.step >= step]:
-            self._discard(area)
-
-    def go_back(self, step: int) -> None:
-        """All ranks go on from `step`: newer copies are of steps that will be done again."""
+    def retain(self, steps: Collection[int]) -> None:
+        """Give up all complete copies of other steps than `steps`: nobody will go back to them."""
         for area in [area for areas in self._areas.values() for area in areas]:
-            if area.manifest is None or area.step > step:
+            if area.manifest is not None and area.step not in steps:
                 self._discard(area)
 
-    def drop(self, rank: int) -> None:
-        """Give up all copies of `rank`, which is kept elsewhere now; the memory of
-        those that are in use goes with their last user."""
+    def drop(self, rank: int, step: int | None = None) -> None:
+        """Give up the copies of `rank`, or only that of `step`. The memory of those that are in use
+        goes with their last user."""
         for area in list(self._of(rank)):
-            self._discard(area)
+            if step is None or (area.manifest is not None and area.step == step):
+                self._discard(area)
 
     # ------------------------------------------------------------ reading
 
@@ -163,14 +154,16 @@ class Shelf:
         """The newest complete copy of `rank`."""
         return next(iter(self.complete(rank)), None)
 
-    def ranks(self) -> list[int]:
-        """Of which ranks there is a complete copy."""
-        return sorted(rank for rank in self._areas if self.complete(rank))
+    def held(self) -> list[tuple[int, int]]:
+        """The complete copies, as (rank, step)."""
+        return sorted((rank, a.step) for rank in self._areas for a in self.complete(rank))
 
     @property
     def nbytes(self) -> int:
         """What all areas take."""
-        return sum(area.nbytes for areas in self._areas.values() for area in areas)
+        self._leaving = [area for area in self._leaving if area.fd >= 0]
+        areas = [area for areas in self._areas.values() for area in areas]
+        return sum(area.nbytes for area in [*areas, *self._leaving])
 
     # ------------------------------------------------------------ its end
 
@@ -199,18 +192,14 @@ class Shelf:
 
     def _fits(self, area: Area, incarnation: int, nbytes: int) -> bool:
         ours = area.node == self.node and area.incarnation == incarnation
-        return ours and area.manifest is None and area.nbytes == nbytes and not area.users
+        return ours and area.fd >= 0 and area.nbytes == nbytes and not area.users
 
-    def _make(self, rank: int, incarnation: int, nbytes: int) -> Area:
+    def _plan(self, rank: int, incarnation: int, nbytes: int) -> Area:
         self._budget.check(self.nbytes, nbytes, f"a copy of rank {rank} on node {self.node}")
         self._made += 1
         path = self.directory / f"n{self.node}-r{rank}.{incarnation}-{self._made}"
-        try:
-            fd = create_locked(path, nbytes)
-        except OSError as error:
-            raise _refusal(path, error) from error
         area = Area(
-            path=path, node=self.node, rank=rank, incarnation=incarnation, nbytes=nbytes, fd=fd
+            path=path, node=self.node, rank=rank, incarnation=incarnation, nbytes=nbytes, fd=-1
         )
         self._areas.setdefault(rank, []).append(area)
         return area
@@ -219,18 +208,17 @@ class Shelf:
         """Away with it, manifest first."""
         area.under_way = False
         area.manifest_path.unlink(missing_ok=True)
-        self._forget(area)
-
-    def _forget(self, area: Area) -> None:
         self._areas[area.rank].remove(area)
         if not self._areas[area.rank]:
             del self._areas[area.rank]
         area.path.unlink(missing_ok=True)
         area.give_up()
+        if area.fd >= 0:
+            self._leaving.append(area)
 
     def _adopt(self) -> list[Area]:
-        """Take over the complete copies that no living agent holds, and remove what is incomplete.
-        Two of a rank stay, the newest."""
+        """Take over the complete copies that no living agent holds, and remove what is
+        incomplete."""
         found = []
         for path in sorted(self.directory.iterdir()):
             match = _AREA.fullmatch(path.name)
@@ -255,10 +243,6 @@ class Shelf:
                 self._discard(area)
             else:
                 found.append(area)
-        for rank in list(self._areas):
-            for area in self.complete(rank)[_COPIES:]:
-                self._discard(area)
-                found.remove(area)
         return found
 
 
@@ -281,7 +265,8 @@ def _manifest_of(area: Area) -> Manifest | None:
     return manifest
 
 
-def _refusal(path: Path, error: OSError) -> UserError:
+def refusal(path: Path, error: OSError) -> UserError:
+    """What to say and do where `path` could not be made."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         space = os.statvfs(path.parent)
         free = space.f_bavail * space.f_frsize

@@ -34,8 +34,8 @@ _TRIES = 1000  # to enter a directory that a sweep takes away; one is enough but
 class Area:
     """A file in shared memory that holds a copy, or is about to. `node`: whose agent made it;
     `incarnation`: whose writer it was made for. `manifest` is None until the copy is complete.
-    `users`: how many have its bytes in hand; `gone`: it has been given up, and its memory goes with
-    the last of them."""
+    `fd`: -1 as long as no memory is taken for it. `users`: how many have its bytes in hand; `gone`:
+    it has been given up, and its memory goes with the last of them."""
 
     path: Path
     node: int

@@ -82,28 +82,52 @@ class SendPosition(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRegroup(Action):
-    """To all listed, rank by rank: build the communicators of `generation` and follow `plan`."""
+    """To all listed, rank by rank: build the communicators of `generation` and follow `plan`.
+    `copies`: the steps of which all ranks have copies, where they make any."""
 
     generation: int
     plan: Plan
+    copies: tuple[int, ...] = ()
     to: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPeers(Action):
+    """To all nodes that hold slots, before anything else of a generation: which nodes these are,
+    and by node its guardian, the one that keeps what belongs to its ranks alone beside it; None for
+    a node that is the only one."""
+
+    guardians: dict[int, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendKeepers(Action):
     """To all nodes, before anything else of a generation: by rank, the node that keeps the copies
-    of its state beside its own."""
+    of its state beside its own. `steps`: copies of other steps are of no use any more."""
 
+    generation: int
     keepers: dict[int, int]
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropCopies(Action):
+    """The copies of `rank` on `node` are of no use any more: others keep newer ones."""
+
+    generation: int
+    rank: int
+    node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendGo(Action):
     """All replicas are equal at set-up: `protect` may return. (A joiner gets it at once, when its
-    manifest fits.) `copied`: the ranks whose state is copied in each step."""
+    manifest fits.) `copied`: the ranks whose state is copied; `copy_every`: as the policy has
+    it."""
 
     to: tuple[tuple[int, int], ...]
     copied: frozenset[int] = frozenset()
+    copy_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

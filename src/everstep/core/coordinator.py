@@ -22,11 +22,12 @@ from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.agreement import joiner_disagreement, shared
 from everstep.core.handover import end_late_gathering, give_up, on_joined, on_lost
-from everstep.core.job import Job, Phase
+from everstep.core.job import COPY, Job, Phase
 from everstep.core.ladder import Policy, is_echo
 from everstep.core.membership import Member, Status
 from everstep.core.nodes import Layout
 from everstep.core.overview import Overview, overview
+from everstep.core.reconvene import begin, on_back, on_said
 from everstep.core.settle import settle
 from everstep.core.silence import on_inspected, on_silent
 from everstep.core.trust import TWICE, dissent
@@ -65,7 +66,7 @@ class Coordinator:
     @property
     def reconvenes(self) -> bool:
         """It has taken over a job that runs, and waits for the nodes that it had."""
-        return self._job.phase.value == "reconvening"
+        return self._job.phase is Phase.RECONVENING
 
     def copies_of(self, rank: int, step: int) -> Collection[int]:
         """The nodes that have a copy of `rank` at `step`."""
@@ -110,12 +111,18 @@ class Coordinator:
         match event:
             case ev.JobStarted() if job.phase is Phase.NEW:
                 self._begin()
+            case ev.Resumed() if job.phase is Phase.NEW and job.gathers:
+                begin(job, event)
+            case ev.NodeBack():
+                on_back(job, event)
             case ev.NodeJoined():
                 on_joined(job, event)
             case ev.NodeLost():
                 on_lost(job, event)
             case ev.Tick():
                 self._look_at_deadlines()
+            case ev.CopySpoiled(rank=rank, step=step, node=node):
+                job.copies.spoiled(rank, step, node)
             case ev.Silent():
                 on_silent(job, event)
             case ev.Inspected():
@@ -126,7 +133,9 @@ class Coordinator:
                 member = job.membership.current(event.rank, event.incarnation)
                 if member is None:
                     return
-                if isinstance(event, ev.Died):
+                if job.phase is Phase.RECONVENING:
+                    on_said(job, event)
+                elif isinstance(event, ev.Died):
                     self._on_died(member, event)
                 elif not member.doomed:
                     self._on_said(member, event)
@@ -151,9 +160,14 @@ class Coordinator:
                 self._on_protected(member, event)
             case ev.Waiting() if member.joining and member.status is Status.PROTECTED:
                 job.membership.move(member, Status.WAITING)  # it waits for us, not we for it
-            case ev.Copied(step=step, node=node):
-                if job.nodes.get(node) is not None:
+            case ev.Copied(generation=generation, step=step, node=node):
+                here = generation == job.generation or step in job.copies.needed
+                if here and job.nodes.get(node) is not None:
                     job.copies.kept(member.rank, step, node)
+                    job.settle_copies()
+            case ev.CopyWaived(generation=generation, step=step):
+                if generation == job.generation:
+                    job.copies.waive(member.rank, step)
             case ev.Finished():
                 job.membership.finish(member)
             case ev.Refused(text=text, exit_code=exit_code):
@@ -166,7 +180,8 @@ class Coordinator:
                 | ev.Restored(generation=generation)
                 | ev.Closing(generation=generation)
             ):
-                if generation == job.generation:
+                found = generation == job.found_in and isinstance(event, ev.Committed | ev.Faulted)
+                if generation == job.generation or found:
                     self._on_said_here(member, event)
 
     def _on_said_here(self, member: Member, event: ev.WorkerEvent) -> None:
@@ -201,7 +216,7 @@ class Coordinator:
         if differs is not None:
             job.end_incident(differs, exit_code=2)
         else:
-            job.out.put(do.SendGo(to=(member.identity,), copied=job.copied()))
+            job.out.put(job.go((member.identity,)))
 
     def _on_faulted(self, member: Member, event: ev.Faulted) -> None:
         job = self._job
@@ -260,7 +275,7 @@ class Coordinator:
             who = verb(aside, "is", "are")
             text += f". It is the second time, so {who} set aside, to fetch it from the rest"
         # A second time at this step ends the job, unless something has been done about it.
-        signature = f"{name_ranks(aside)} set aside" if aside else ""
+        signature = f"{name_ranks(aside)} set aside" if aside else COPY if part.copy else ""
         cause = Cause(kind=CauseKind.RECEIPT, text=text, signature=signature)
         job.fail(member, plan.step + 1, cause)
 

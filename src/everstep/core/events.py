@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from everstep.core.hang import Evidence
+from everstep.core.ladder import Incident
 from everstep.types import Cause, Holding, Position
 
 
@@ -75,9 +76,9 @@ class MemberBack:
     `joining`: it has not been part of a world yet (no `SendRegroup` has reached it, and its peers
     held committed state when it was spawned). `settled`: it is in its loop or after it, in the
     world of `generation`: it was told to go, or has restored, and has not been stopped since, nor
-    has it failed. `position`: what it has committed. `left_at`, `finished`: as the events Closing
-    and Finished say. `closed`: it was told that the closing fence is open. `bye`: it was told that
-    it may exit."""
+    has it failed. `position`: what it has committed, or restored. `left_at`, `finished`: as the
+    events Closing and Finished say. `closed`: it was told that the closing fence is open. `bye`: it
+    was told that it may exit."""
 
     rank: int
     incarnation: int
@@ -96,12 +97,22 @@ class Resumed(Event):
     """Instead of JobStarted, the first event of a coordinator that takes over a job that runs:
     number `term`, 1 or more; each term is given once. What the journal tells: `recorded`, the
     newest step in it; `incidents`, how many were opened; `open_incident`, the one that has not
-    been closed, if any: (number, rank, step, cause)."""
+    been closed, if any; `holders`: by slot, the node that held it last, as far as is known."""
 
     term: int
     recorded: int = 0
     incidents: int = 0
-    open_incident: tuple[int, int, int, Cause] | None = None
+    open_incident: Incident | None = None
+    holders: dict[int, Holder] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A node that holds a slot by the journal, or did until it was `lost`."""
+
+    node: int
+    host: str
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +121,8 @@ class NodeBack(Event):
     then, and now. `slot`: which it holds; None for a spare. `members`: its living workers. `ended`:
     its workers that are dead, the newest of each rank at most, with their cause. `protected`: what
     ranks said in set-up, as far as it knows, also of ranks elsewhere. `copies`: (rank, step) of
-    the copies in its memory."""
+    the copies in its memory. `peers`: the nodes that held slots when its newest world began; none
+    where it has not been told."""
 
     node: int
     host: str
@@ -120,6 +132,7 @@ class NodeBack(Event):
     ended: tuple[Died, ...] = ()
     protected: tuple[Protected, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +148,26 @@ class Committed(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied(WorkerEvent):
-    """Node `node` keeps a copy of the rank's state at `step`."""
+    """Node `node` keeps a copy of the rank's state at `step`; it said so in `generation`."""
 
+    generation: int
+    step: int
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyWaived(WorkerEvent):
+    """The keeper of the rank can't have its copy of `step`."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySpoiled(Event):
+    """The copy of `rank` at `step` on `node` is not there, or not what was written."""
+
+    rank: int
     step: int
     node: int
 

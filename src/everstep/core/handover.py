@@ -27,6 +27,7 @@ from everstep.core import events as ev
 from everstep.core.job import Job, Phase
 from everstep.core.membership import Member
 from everstep.core.nodes import Node, name_nodes
+from everstep.core.reconvene import on_holder_lost
 from everstep.core.words import name_ranks
 from everstep.types import Cause, CauseKind
 
@@ -46,7 +47,9 @@ def on_joined(job: Job, event: ev.NodeJoined) -> None:
 def on_lost(job: Job, event: ev.NodeLost) -> None:
     """A node is gone. A loss that is told twice is one."""
     node = job.nodes.get(event.node)
-    if node is not None:
+    if node is not None and node.slot is not None and job.phase is Phase.RECONVENING:
+        on_holder_lost(job, node, event.cause)
+    elif node is not None:
         _lose(job, node, event.cause)
 
 

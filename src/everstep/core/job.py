@@ -5,11 +5,12 @@ Theory of operation. A job goes through the phases
   NEW -> GATHERING -> SETTING_UP -> RUNNING -> STOPPING -> REGROUPING -> RUNNING ... -> ENDED
 
 GATHERING lasts until enough nodes have joined; a job of one node, which is there from the start,
-leaves it out. A failure before any commit leads back to SETTING_UP: all workers are killed and
-start again. A later one leads to STOPPING: the survivors are told to park, and the dead are
-replaced by joiners. When every rank has a parked process the planner decides, and REGROUPING
-carries the plan out in a new generation. A failure in STOPPING keeps the generation; one in
-REGROUPING stops the new one.
+leaves it out. A coordinator that takes over a job that runs begins with RECONVENING instead, and
+goes on where the job is found (`core.resume`). A failure before any commit leads back to
+SETTING_UP: all workers are killed and start again. A later one leads to STOPPING: the survivors are
+told to park, and the dead are replaced by joiners. When every rank has a parked process the planner
+decides, and REGROUPING carries the plan out in a new generation. A failure in STOPPING keeps the
+generation; one in REGROUPING stops the new one.
 
 The moves here are those that a failure forces: stop, start again, doom a worker, end. What an event
 says is judged in `core.coordinator`, and what has become possible is done in `core.settle`.
@@ -32,6 +33,7 @@ from everstep.core.membership import Member, Membership, Status
 from everstep.core.nodes import Layout, Nodes
 from everstep.core.outbox import Outbox
 from everstep.core.placement import Placement, Site, place, replace
+from everstep.core.rejoined import Rejoined
 from everstep.core.words import name_ranks, verb
 from everstep.types import Cause, CauseKind, Holding, Plan, Position
 
@@ -41,12 +43,20 @@ _COPIES_DIFFER = (
     "changed by hand); if there are none, have this host's memory tested"
 )
 
+_NO_COPY = (
+    "there is no copy in memory that could be taken. If it is said to be corrupt, have this host's "
+    "memory tested"
+)
+COPY = "copy"
+"""The signature of a receipt that failed since a copy in memory could not be taken."""
+
 
 class Phase(enum.StrEnum):
     """What the job as a whole is doing."""
 
     NEW = "new"
     GATHERING = "gathering"
+    RECONVENING = "reconvening"
     SETTING_UP = "setting up"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -66,6 +76,10 @@ class Job:
         self.world_size = world_size
         self.membership = Membership(world_size)
         self.nodes = Nodes(layout or Layout(nproc_per_node=world_size, nnodes=1), policy)
+        self.rejoined: Rejoined | None = None  # who has come back, in RECONVENING
+        # In which world the survivors were when this coordinator took over: until they are in one
+        # of its own, what they did there counts.
+        self.found_in: int | None = None
         self.node_deadline_s: float | None = None  # by when a node must come for an empty slot
         self.budget = Budget(policy)
         self.repeats = Repeats()
@@ -115,30 +129,55 @@ class Job:
         return {rank: said.shard for rank, said in self.protected.items()}
 
     def copied(self) -> frozenset[int]:
-        """The ranks whose state is copied in each step. O(ranks)."""
+        """The ranks whose state is copied. O(ranks)."""
         if not self.policy.copies:
             return frozenset()
         layout = self.nodes.layout
-        return need_copies(self.shards, layout.slot_of if layout.nnodes > 1 else lambda rank: rank)
+        place_of = layout.slot_of if layout.nnodes > 1 else lambda rank: rank
+        needed = need_copies(self.shards, place_of)
+        return frozenset(self.shards) if needed and self.policy.copy_every else needed
 
-    def assign_keepers(self) -> None:
-        """Say which node keeps the copies of which rank, now that every slot is held. O(ranks),
-        where there are copies."""
+    def go(self, to: tuple[tuple[int, int], ...]) -> do.SendGo:
+        """`protect` may return for those listed. O(ranks)."""
+        return do.SendGo(to=to, copied=self.copied(), copy_every=self.policy.copy_every)
+
+    def settle_copies(self) -> None:
+        """Forget the copies that agents have given up, and have those given up that lie where
+        nobody needs them any more."""
+        for rank, node in self.copies.settle(self.commits.newest[0]):
+            self.out.put(do.DropCopies(generation=self.generation, rank=rank, node=node))
+
+    def assign_peers(self) -> None:
+        """Say which node keeps what for which other, now that every slot is held: what belongs to
+        its ranks alone, and copies of their state. O(ranks), where there are copies."""
         copied, layout = self.copied(), self.nodes.layout
-        if not copied or layout.nnodes == 1:
+        keepers = {}
+        if self.gathers:
+            keeper = self._neighbours(warn=bool(copied))
+            if layout.nnodes > 1:
+                keepers = {rank: keeper[layout.slot_of(rank)] for rank in sorted(copied)}
+        if not copied:
             return
+        nodes = {rank: self.nodes.holder(rank) for rank in copied}
+        homes = {rank: node.number for rank, node in nodes.items() if node is not None}
+        self.copies.assign(copied, keepers, homes)
+        self.out.put(
+            do.SendKeepers(generation=self.generation, keepers=keepers, steps=self.copies.needed)
+        )
+
+    def _neighbours(self, *, warn: bool) -> dict[int, int]:
+        """By slot, the node that keeps what must not be lost with it; nodes are told. `warn`: where
+        two of one failure domain keep the same, a person is."""
+        layout = self.nodes.layout
         sites = [site for slot in range(layout.nnodes) if (site := self._site(slot)) is not None]
         placement = place(sites) if self.placement is None else replace(self.placement, sites)
-        if placement.reason and placement != self.placement:
+        if warn and placement.reason and placement != self.placement:
             self.out.record("note", key="placement", text=placement.reason, rank=None)
         self.placement = placement
         at = {site.slot: site.node for site in sites}
-        keepers = {}
-        for rank in sorted(copied):
-            others = placement.holders(layout.slot_of(rank))[1:]
-            if others:
-                keepers[rank] = at[others[0]]
-        self.out.put(do.SendKeepers(keepers=keepers))
+        keeper = {slot: at[other] for slot, other in placement.neighbours().items()}
+        self.out.put(do.SendPeers(guardians={at[slot]: keeper.get(slot) for slot in at}))
+        return keeper
 
     def _site(self, slot: int) -> Site | None:
         node = self.nodes.holder(self.nodes.layout.ranks_of(slot)[0])
@@ -171,12 +210,8 @@ class Job:
             if member.joining:
                 self.budget.joiner_lost(rank)
         else:
-            self.budget.stopped()
-            if self.commits.newest[0] == 0:
-                failed = name_ranks([rank, *others])
-                self.start_again(f"{failed} failed before any step was committed")
-            else:
-                self.stop()
+            failed = name_ranks([rank, *others])
+            self.stop_all(f"{failed} failed before any step was committed")
         if cause.fault is not None:
             self.budget.on_purpose()
         elif not is_echo(cause) and cause.kind is not CauseKind.NODE:
@@ -202,11 +237,21 @@ class Job:
         if not self.repeats.again(rank, step, cause):
             return False
         if cause.kind is CauseKind.RECEIPT:
-            text = f"{cause.text}. It is the second time at this step, so {_COPIES_DIFFER}"
+            why = _NO_COPY if cause.signature == COPY else _COPIES_DIFFER
+            text = f"{cause.text}. It is the second time at this step, so {why}"
         else:
             text = f"rank {rank} failed in step {step} with the same error twice: {cause.text}"
         self.end(cause.job_exit_code(), text, cause, rank)
         return True
+
+    def stop_all(self, reason: str) -> None:
+        """A failed attempt: stop what runs, or, while nothing is committed, start it again for
+        `reason`."""
+        self.budget.stopped()
+        if self.commits.newest[0] == 0:
+            self.start_again(reason)
+        else:
+            self.stop()
 
     def start_again(self, reason: str) -> None:
         """Nothing is committed: kill all that live. `settle` spawns each rank anew when its process
@@ -246,6 +291,13 @@ class Job:
 
     # ------------------------------------------------------------------ the end
 
+    def close_incident(self) -> None:
+        """What failed has been made good."""
+        assert self.incident is not None
+        self.budget.progress()
+        self.out.incident_closed(self.incident)
+        self.incident = None
+
     def end_incident(
         self, text: str, exit_code: int | None = None, show: tuple[int, Cause] | None = None
     ) -> None:
@@ -276,11 +328,13 @@ class Job:
         members, phase = list(self.membership.members()), self.phase
         if phase in (Phase.NEW, Phase.ENDED):
             return
-        timed = phase in (Phase.GATHERING, Phase.SETTING_UP, Phase.REGROUPING)
+        joining = phase in (Phase.GATHERING, Phase.RECONVENING)
+        timed = joining or phase in (Phase.SETTING_UP, Phase.REGROUPING)
         unmanned = phase is Phase.SETTING_UP and self.nodes.any_empty
         assert (self.deadline_s is not None) == (timed and not unmanned), phase
-        if phase is Phase.GATHERING:
-            assert not members, members
+        if joining:
+            known = set() if self.rejoined is None else set(self.rejoined.members)
+            assert known == {member.rank for member in members}, (known, members)
             return
         empty = [self.nodes.layout.ranks_of(slot) for slot in self.nodes.empty()]
         unheld = [rank for ranks in empty for rank in ranks]

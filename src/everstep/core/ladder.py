@@ -30,14 +30,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from everstep.core.words import name_signal
-from everstep.types import Cause, CauseKind, Decision, Plan, Rung, StateFrom
+from everstep.types import Cause, CauseKind, Decision, Plan, Position, Rung, StateFrom
 
 _REPEATABLE = frozenset(
     {CauseKind.EXCEPTION, CauseKind.EXIT, CauseKind.EARLY_EXIT, CauseKind.RECEIPT}
 )
 _REPEATABLE_HANGS = frozenset({"absent", "mismatch", "deadlock"})
 _REPEATABLE_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
-_ECHOES = frozenset({CauseKind.PEER, CauseKind.TIMEOUT})
+_ECHOES = frozenset({CauseKind.PEER, CauseKind.TIMEOUT, CauseKind.COORDINATOR})
 _BY_SCRIPT = frozenset({CauseKind.EXCEPTION, CauseKind.EXIT, CauseKind.EARLY_EXIT})
 _HOPELESS = 20  # failed attempts in a row with no commit and no fault on purpose: never "bad luck"
 
@@ -96,9 +96,19 @@ class Policy:
     """From the start until as many nodes have joined as the job needs. A scheduler that starts them
     one after another takes minutes; the cluster is idle meanwhile."""
 
+    rejoin_timeout_s: float = 10.0
+    """How long a coordinator that takes over a job waits for the nodes that held its slots, in
+    seconds. An agent tries again several times a second; who is not there by then is lost, and the
+    steps have gone on meanwhile if nothing else was wrong."""
+
     copies: bool = False
     """Whether ranks whose shard has no natural replica are copied in each step. Costs a copy of the
     shard in time and two in memory; without it, such a shard is lost with its rank."""
+
+    copy_every: int = 0
+    """0: a step waits until its copy is where it belongs. n: a copy is made every n steps, and is
+    on its way while the next ones run; a node that is lost before it has come costs these steps.
+    Then all ranks make copies, since all must be able to go back."""
 
     spare_wait_s: float = 300.0
     """How long the ranks stay parked until a node comes, where one was lost and no spare is there,
@@ -120,8 +130,9 @@ class Incident:
     since all ranks last stood at one step, by rank. `floor`: the step from which the ranks go on;
     the first commit above it ends the incident. `respawned`: a process was replaced in it.
     `replaced`: a node was lost in it, so that its ranks go to another. `takeovers`: by slot, who
-    took it over, in words. `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps
-    that all ranks had committed and that are done again. `decision`: how they go on, in words."""
+    took it over, in words. `went_back`: all ranks went to copies of a step before the newest that
+    was committed. `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps that all
+    ranks had committed and that are done again. `decision`: how they go on, in words."""
 
     number: int
     rank: int
@@ -130,6 +141,7 @@ class Incident:
     floor: int = 0
     respawned: bool = False
     replaced: bool = False
+    went_back: bool = False
     fetched: bool = False
     steps_lost: int = 0
     state_from: StateFrom = StateFrom.PROCESS
@@ -140,6 +152,8 @@ class Incident:
     @property
     def rung(self) -> Rung:
         """Who runs afterwards."""
+        if self.went_back:
+            return Rung.MEMORY
         if self.replaced:
             return Rung.REPLACE
         return Rung.RESPAWN if self.respawned else Rung.RETRY
@@ -158,13 +172,14 @@ class Incident:
             self.rank, self.step, self.cause = rank, step, cause
         return better
 
-    def follow(self, plan: Plan) -> None:
-        """Take note of the plan by which the ranks go on."""
+    def follow(self, plan: Plan, newest: Position) -> None:
+        """Take note of the plan by which the ranks go on; `newest`: what any had committed."""
         fetches = any(part.decision is Decision.FETCH for part in plan.ranks)
         self.floor, self.decision = plan.step, plan.reason
         self.failed.clear()
         if any(part.copy for part in plan.ranks):
             self.state_from = StateFrom.MEMORY
+            self.went_back |= plan.position < newest
         else:
             self.state_from = StateFrom.PEER if fetches or self.fetched else StateFrom.PROCESS
 
@@ -178,7 +193,7 @@ class Incident:
 
 def is_echo(cause: Cause) -> bool:
     """A broken collective or a passed deadline is what others notice of a failure, seldom the
-    failure itself."""
+    failure itself. Nor is it that a coordinator was away when it was needed."""
     return cause.kind in _ECHOES
 
 

@@ -5,7 +5,8 @@ Theory of operation. A rank is held by at most one process at a time. Each tenur
 number that rises with every spawn of the rank and is never used again, so a late notice about an
 earlier process finds nobody (`current` answers None) and changes nothing. All that is known of a
 tenure lives in its `Member`, so nothing of a dead process can leak into the next one. The
-generation is the number of the current world and only rises.
+generation is the number of the current world and only rises. A coordinator that takes over a job
+numbers both from a bound that no earlier one has reached (`number_from`).
 
 What is asked of the whole table after every event (do all survivors stand still? who must be
 spawned? what is the next deadline?) is not looked for among the rows: each change of a row keeps
@@ -35,6 +36,7 @@ class Membership:
             raise ValueError(f"a job needs at least one rank, not {world_size}")
         self.world_size = world_size
         self._generation = 0
+        self._first = 0  # no new number lies below it
         self._members: list[Member | None] = [None] * world_size
         self._last_incarnation = [0] * world_size
         self._vacant = set(range(world_size))
@@ -48,8 +50,17 @@ class Membership:
 
     def advance(self) -> int:
         """Begin the next generation and return its number."""
-        self._generation += 1
+        self._generation = max(self._generation + 1, self._first)
         return self._generation
+
+    def number_from(self, first: int) -> None:
+        """Generations and incarnations that begin from now on have at least the number `first`."""
+        self._first = first
+
+    def found_in(self, generation: int) -> None:
+        """The world that there is has the number `generation`, which an earlier coordinator
+        gave."""
+        self._generation = generation
 
     # ------------------------------------------------------------------ tenures
 
@@ -64,14 +75,26 @@ class Membership:
                 f"rank {rank} is still held by incarnation {holder.incarnation} ({holder.status}); "
                 "reap it before the rank is given away"
             )
-        self._last_incarnation[rank] += 1
-        member = Member(rank=rank, incarnation=self._last_incarnation[rank], _joining=joining)
+        incarnation = max(self._last_incarnation[rank] + 1, self._first)
+        member = self._give(rank, incarnation, joining)
+        self._expect(member, deadline_s)
+        return member
+
+    def take_in(self, rank: int, incarnation: int, *, joining: bool) -> Member:
+        """`rank` is held by a process that an earlier coordinator spawned. The rank is vacant."""
+        assert self._members[rank] is None, rank
+        member = self._give(rank, incarnation, joining)
+        self.move(member, Status.RUNNING)
+        return member
+
+    def _give(self, rank: int, incarnation: int, joining: bool) -> Member:
+        self._last_incarnation[rank] = incarnation
+        member = Member(rank=rank, incarnation=incarnation, _joining=joining)
         self._members[rank] = member
         self._vacant.discard(rank)
         if not self._vacant:
             self._vacant = set()  # to look through a set that was large once is not O(1)
         self._tallies.count(member, 1)
-        self._expect(member, deadline_s)
         return member
 
     def died(self, rank: int, incarnation: int) -> Member | None:

@@ -125,6 +125,10 @@ class Nodes:
         """The node that holds the slot of `rank`; None while nobody does."""
         return self._slots[self.layout.slot_of(rank)].holder
 
+    def holder_of(self, slot: int) -> Node | None:
+        """The node that holds `slot`; None while nobody does."""
+        return self._slots[slot].holder
+
     def last_holder(self, slot: int) -> Node | None:
         """Who lost `slot`, while nobody holds it."""
         return self._slots[slot].last
@@ -161,6 +165,11 @@ class Nodes:
     def lose(self, node: Node, now_s: float) -> int:
         """Take a node out; its slot is empty then, and the node still says which it was. Returns
         how many nodes its host has lost of late."""
+        self.expel(node)
+        return self.offenders.lost(node.host, now_s)
+
+    def expel(self, node: Node) -> None:
+        """Take a node out that the job has no place for; it speaks not against its host."""
         del self._living[node.number]
         self._spares.pop(node.number, None)
         self._lost.add(node.number)
@@ -168,7 +177,11 @@ class Nodes:
             slot = self._slots[node.slot]
             slot.holder, slot.last = None, node
             self._empty.add(node.slot)
-        return self.offenders.lost(node.host, now_s)
+
+    def vacate(self, slot: int, last: Node) -> None:
+        """`last` held an empty slot, in the time of an earlier coordinator."""
+        assert slot in self._empty, slot
+        self._slots[slot].last = last
 
     def preferred(self, avoid: Collection[str], now_s: float) -> list[Node]:
         """The spares in the order in which they should take a slot. `avoid`: the failure domains

@@ -74,7 +74,6 @@ class Overview:
     generation: int
     step: int
     world_size: int
-    nproc_per_node: int
     nodes: tuple[NodeNow, ...]
     missing: tuple[SlotMissing, ...]
     wait_s: float | None
@@ -89,7 +88,6 @@ def overview(job: Job, now_s: float) -> Overview:
         generation=job.generation,
         step=job.commits.least[0],
         world_size=job.world_size,
-        nproc_per_node=job.nodes.layout.nproc_per_node,
         nodes=_nodes(job, now_s),
         missing=_missing(job),
         wait_s=_wait_s(job, now_s),

@@ -65,6 +65,18 @@ class Placement:
                 return _window(ring, ring.index(slot), self.copies)
         raise KeyError(slot)
 
+    def neighbours(self) -> dict[int, int]:
+        """By slot, the first that keeps a copy of what it has; slots are left out that have none.
+        Linear."""
+        if self.copies < 2:
+            return {}
+        return {
+            ring[at]: ring[(at + 1) % len(ring)]
+            for ring in self.rings
+            if len(ring) > 1
+            for at in range(len(ring))
+        }
+
     def keeps(self, slot: int) -> tuple[int, ...]:
         """The other slots of which `slot` keeps a copy."""
         for ring in self.rings:

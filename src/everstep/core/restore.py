@@ -63,7 +63,7 @@ def choose(
     dead. `copied`: by shard, the steps of which all its ranks have copies in memory; sections do
     not change what is copied. Pure. Costs by holdings and positions, not by ranks.
     """
-    candidates = sorted({holding.position for holding in held} | {seen}, reverse=True)
+    candidates = sorted(_committed(held, seen, copied), reverse=True)
     if candidates[0][0] == 0:
         return 0, 0
     for position in candidates:
@@ -93,10 +93,21 @@ def plan(
     shards = sorted({holding.shard for holding in different})
     position = choose(different, shards, seen, copied)
     if position is None:
-        return _lost(holdings, shards, copied)
+        return _lost(holdings, shards, seen, copied)
     if position[0] == 0:
         return _start_again(len(holdings))
     return _plan_for(position, holdings, most_sources)
+
+
+def _committed(
+    held: Collection[Holding], seen: Position, copied: Mapping[str, Collection[int]]
+) -> set[Position]:
+    """All positions that somebody is known to have committed: where ranks stand, and, before that,
+    the steps of which there are copies."""
+    found = {holding.position for holding in held} | {seen}
+    newest = max(found)
+    steps = {step for steps in copied.values() for step in steps}
+    return found | {(step, 0) for step in steps if (step, 0) < newest}
 
 
 def _way(holding: Holding, position: Position) -> Decision:
@@ -199,13 +210,14 @@ def name_position(position: Position) -> str:
 def _lost(
     holdings: Sequence[Holding],
     shards: Sequence[str],
+    seen: Position,
     copied: Mapping[str, Collection[int]],
 ) -> Lost:
     """Name the shards for which no position, or no common one, is left."""
     ranks: dict[str, list[int]] = {shard: [] for shard in shards}
     for rank, holding in enumerate(holdings):
         ranks[holding.shard].append(rank)
-    reached = _reached(holdings, shards, copied)
+    reached = _reached(holdings, shards, seen, copied)
     gone = tuple(shard for shard in shards if not reached[shard])
     if gone:
         said = [
@@ -226,11 +238,14 @@ def _lost(
 
 
 def _reached(
-    holdings: Sequence[Holding], shards: Iterable[str], copied: Mapping[str, Collection[int]]
+    holdings: Sequence[Holding],
+    shards: Iterable[str],
+    seen: Position,
+    copied: Mapping[str, Collection[int]],
 ) -> dict[str, set[Position]]:
     """By shard, the positions that a rank of it, or its copies, reach, if they were committed by
     anybody."""
-    committed = {holding.position for holding in holdings}
+    committed = _committed(holdings, seen, copied)
     reached: dict[str, set[Position]] = {shard: set() for shard in shards}
     for holding in set(holdings):
         for position in (holding.position, holding.ahead):

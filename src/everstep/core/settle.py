@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping
 from everstep.core import actions as do
 from everstep.core.agreement import disagreement
 from everstep.core.handover import await_node, fill_slots, settle_gathering
-from everstep.core.job import Job, Phase
+from everstep.core.job import COPY, Job, Phase
 from everstep.core.ladder import Incident, is_of_script
 from everstep.core.membership import Status
 from everstep.core.restore import Lost, choose, name_position, plan
+from everstep.core.resume import settle_reconvening
 from everstep.core.words import name_ranks, verb
 from everstep.types import Cause, CauseKind, Plan, Position
 
@@ -31,6 +32,8 @@ _ALONE = "With one rank there is no second copy: use --nproc-per-node 2 or more.
 
 def settle(job: Job) -> None:
     """Take every transition that has become possible; what follows from it goes to `job.out`."""
+    if job.phase is Phase.RECONVENING:
+        settle_reconvening(job)
     if job.phase is Phase.GATHERING:
         settle_gathering(job)
     if job.phase is Phase.SETTING_UP:
@@ -68,8 +71,8 @@ def _settle_setup(job: Job) -> None:
             _see_ready(job, job.incident)
         job.out.record("setup_done")
         _run(job)
-        job.assign_keepers()
-        job.out.put(do.SendGo(to=_everybody(job), copied=job.copied()))
+        job.assign_peers()
+        job.out.put(job.go(_everybody(job)))
     elif job.membership.any_finished:
         _refuse_unprotected(job)
 
@@ -117,6 +120,7 @@ def _settle_stop(job: Job) -> None:
         return
     if not job.stop_seen and job.incident is not None:
         _see_stopped(job, job.incident)
+    job.settle_copies()
     # What a rank that is dead by now had committed, its script has seen done: who can make that
     # goes on to it.
     decided_from = table.held_version, job.copies.version, job.commits.newest
@@ -164,6 +168,9 @@ def _fall_back(job: Job, reason: str, held_by: Iterable[int]) -> None:
         return
     lost = f"the state of step {job.commits.newest[0]} is lost: {reason}"
     failed, holders = job.incident.failed, set(held_by)
+    no_copy = [cause.text for cause in failed.values() if cause.signature == COPY]
+    if no_copy:
+        lost += f". {no_copy[0]}"
     of_script = [rank for rank in failed if rank in holders and is_of_script(failed[rank])]
     if of_script:
         first = of_script[0]
@@ -229,20 +236,24 @@ def _regroup(job: Job) -> None:
     assert chosen.position == job.chosen, (chosen.position, job.chosen)
     _see_ready(job, incident)
     incident.steps_lost += max(0, job.commits.least[0] - chosen.step)
-    incident.follow(chosen)
+    incident.follow(chosen, job.commits.newest)
     job.membership.advance()
     job.out.planned(incident, job.generation)
     job.phase, job.plan = Phase.REGROUPING, chosen
     job.deadline_s = job.now_s + job.policy.regroup_timeout_s
     job.regrouped, job.answered, job.restored = set(), set(), {}
     job.regroup_seen = False
-    job.chosen = job.chosen_from = job.told_step = None
+    job.chosen = job.chosen_from = job.told_step = job.found_in = None
     job.commits.cut(chosen.position)
-    job.copies.cut(chosen.step)
+    job.copies.regroup(chosen.step)
     job.resumed_at = chosen.position
     job.membership.admit(closed=job.closed)
-    job.assign_keepers()
-    job.out.put(do.SendRegroup(generation=job.generation, plan=chosen, to=_everybody(job)))
+    job.assign_peers()
+    job.out.put(
+        do.SendRegroup(
+            generation=job.generation, plan=chosen, to=_everybody(job), copies=job.copies.needed
+        )
+    )
 
 
 def _settle_regroup(job: Job) -> None:
@@ -313,7 +324,7 @@ def _settle_end(job: Job) -> None:
     """Close the incident, the loop and the job, each when all ranks are there."""
     left = job.membership.all_ended
     if job.incident is not None and (job.commits.least > job.resumed_at or left):
-        _close_incident(job, job.incident)
+        job.close_incident()
     if left and job.membership.left_at and not job.closed:
         job.closed = True
         job.out.record("closed", step=job.commits.least[0])
@@ -323,14 +334,8 @@ def _settle_end(job: Job) -> None:
         _say_bye(job)
 
 
-def _close_incident(job: Job, incident: Incident) -> None:
-    job.budget.progress()
-    job.out.incident_closed(incident)
-    job.incident = None
-
-
 def _say_bye(job: Job) -> None:
     if job.incident is not None:
-        _close_incident(job, job.incident)
+        job.close_incident()
     job.out.put(do.SendBye(to=_everybody(job)))
     job.end(0, "")

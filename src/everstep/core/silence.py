@@ -72,7 +72,7 @@ def on_inspected(job: Job, event: ev.Inspected) -> None:
 
 def _find(job: Job, evidence: Sequence[Evidence]) -> Verdict | None:
     """Whom to blame now; None for nobody."""
-    if job.phase in (Phase.NEW, Phase.ENDED):
+    if job.phase in (Phase.NEW, Phase.RECONVENING, Phase.ENDED):
         return None
     known = {each.rank: each for each in evidence if _holds(job, each)}
     verdict = judge(list(known.values()))

@@ -23,13 +23,14 @@ import math
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
-from everstep.errors import TransientError, UserError
+from everstep.errors import EverstepError, TransientError, UserError
 
 LOCK_FILE: Final = "coordinator.lock"
 TERM_FILE: Final = "coordinator.json"
@@ -58,6 +59,13 @@ class Place:
     term: int
 
 
+Waiting = Callable[[str], None]
+
+
+def unheard(why: str) -> None:
+    """For who does not care why it waits."""
+
+
 class Tenancy(Protocol):
     """A lease that has been acquired; it is renewed in the background until it is released or lost.
     Loop thread only."""
@@ -68,7 +76,7 @@ class Tenancy(Protocol):
 
     @property
     def holds_until_s(self) -> float:
-        """Until when, on `now_s`, nobody else can be given the lease."""
+        """Until when, on `now_s`, nobody else can be given the lease; -inf when it is over."""
 
     @property
     def holds(self) -> bool:
@@ -89,9 +97,12 @@ class Tenancy(Protocol):
 class Lease(Protocol):
     """What may be held by one process at a time."""
 
-    async def acquire(self, wait_s: float, *, known_term: int = -1) -> Tenancy:
+    async def acquire(
+        self, wait_s: float, *, known_term: int = -1, on_waiting: Waiting = unheard
+    ) -> Tenancy:
         """Take the lease, waiting up to `wait_s` seconds for its holder to end; 0 tries once. The
-        term is higher than `known_term`, the highest of which the caller has heard.
+        term is higher than `known_term`, the highest of which the caller has heard. `on_waiting`
+        is told why it can't be had yet, when the reason changes.
 
         Raises LeaseHeld when somebody else has it, TransientError when it can't be told, UserError
         when it may not be asked for.
@@ -129,14 +140,114 @@ def make_finder(text: str, run_id: str, lease_s: float) -> Finder | None:
     return EtcdLease.at(text, run_id, lease_s)
 
 
-class _Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """What TERM_FILE has: the newest holder, who may have ended."""
+async def found(finder: Finder) -> tuple[str, int]:
+    """Host and port of the coordinator now. Raises TransientError when it can't be told or there is
+    none, UserError when it may not be asked for."""
+    place = await finder.where()
+    if place is None:
+        raise TransientError("no coordinator holds the lease now, or it does not listen yet")
+    return place.host, place.port
+
+
+class Countdown:
+    """Until when a lease that must be renewed surely holds: what a Tenancy of such a lease is made
+    of. `clock`: as `now_s`. Loop thread only.
+
+    A renewal counts from before it was asked for, and only if its answer comes while the lease
+    holds: what has once been found over stays so, whatever comes late. `doubt`: why it may not be
+    renewed in time, if that is known.
+    """
+
+    def __init__(self, until_s: float, clock: Callable[[], float]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self.until_s = until_s
+        self.doubt = ""
+        self.lost: asyncio.Future[str] = self._loop.create_future()
+        self._alarm = self._loop.call_soon(self._look)
+
+    def left_s(self) -> float:
+        """Seconds for which it still holds; 0 when it is over. Who asks may be the first to see
+        that."""
+        left_s = self.until_s - self._clock()
+        if left_s <= 0:
+            self.lose("it was not renewed in time" + (f" ({self.doubt})" if self.doubt else ""))
+        return max(0.0, left_s)
+
+    def extend(self, until_s: float) -> None:
+        """It holds until then, if it holds at all, and is never shortened."""
+        if self.left_s():
+            self.until_s = max(self.until_s, until_s)
+            self.doubt = ""
+
+    def lose(self, why: str) -> None:
+        """It is over, unless it was already."""
+        if self.until_s != -math.inf:
+            self.close()
+            self.lost.set_result(why)
+
+    def close(self) -> None:
+        """It is over, and nobody is told."""
+        self.until_s = -math.inf
+        self._alarm.cancel()
+
+    def _look(self) -> None:
+        """Tell of the end when it comes; the loop's clock may lag behind ours."""
+        if left_s := self.left_s():
+            self._alarm = self._loop.call_later(left_s, self._look)
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written down about who holds a lease. Without a host it doesn't listen yet."""
 
     term: int
     pid: int
     machine: str
     host: str = ""
     port: int = 0
+
+    @classmethod
+    def this(cls, term: int) -> Holder:
+        """This process."""
+        return cls(term=term, pid=os.getpid(), machine=socket.gethostname())
+
+    @property
+    def place(self) -> Place | None:
+        """Where it listens."""
+        return Place(host=self.host, port=self.port, term=self.term) if self.host else None
+
+
+class Patience:
+    """What acquiring has in common: tries until it succeeds or has waited for `wait_s` seconds.
+    `on_waiting`: as `Lease.acquire` has it."""
+
+    def __init__(self, wait_s: float, on_waiting: Waiting, clock: Callable[[], float]) -> None:
+        self._wait_s = wait_s
+        self._on_waiting = on_waiting
+        self._clock = clock
+        self._deadline_s = clock() + wait_s
+        self._told = ""
+
+    async def held(self, holder: Holder | None, where: str, pause_s: float) -> None:
+        """Wait, since `holder` has the lease; None: somebody was faster. `where`: the place of the
+        lease, in words. Raises LeaseHeld when the time is over."""
+        who = "another process"
+        if holder is not None:
+            who = f"process {holder.pid} on {holder.machine} (term {holder.term})"
+        why = f"{where}: {who} coordinates this run"
+        after = f" and still does after {self._wait_s:g} s" if self._wait_s else ""
+        error = LeaseHeld(f"{why}{after}; leave it to that one, or end it first")
+        await self.failed(error, why, pause_s)
+
+    async def failed(self, error: EverstepError, why: str, pause_s: float) -> None:
+        """Wait before the next try. Raises `error` when the time is over."""
+        left_s = self._deadline_s - self._clock()
+        if left_s <= 0:
+            raise error
+        if why != self._told:
+            self._told = why
+            self._on_waiting(why)
+        await asyncio.sleep(min(pause_s, left_s))
 
 
 class InPlace:
@@ -146,18 +257,18 @@ class InPlace:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    async def acquire(self, wait_s: float, *, known_term: int = -1) -> InPlaceTenancy:
+    async def acquire(
+        self, wait_s: float, *, known_term: int = -1, on_waiting: Waiting = unheard
+    ) -> InPlaceTenancy:
         """See Lease. Raises OSError if the directory can't be written. Blocks for the disk."""
-        deadline_s = now_s() + wait_s
+        patience = Patience(wait_s, on_waiting, now_s)
         lock = os.open(self._run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             while not _locked(lock):
-                if now_s() >= deadline_s:
-                    raise self._held(wait_s)
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await patience.held(self._read(), str(self._run_dir), _LOOK_EVERY_S)
             before = self._read()
             term = max(known_term, -1 if before is None else before.term) + 1
-            holder = _Holder(term=term, pid=os.getpid(), machine=socket.gethostname())
+            holder = Holder.this(term)
             _write_durably(self._run_dir / TERM_FILE, msgspec.json.encode(holder))
         except BaseException:
             os.close(lock)
@@ -167,14 +278,12 @@ class InPlace:
     async def where(self) -> Place | None:
         """See Finder. The holder may have ended."""
         holder = self._read()
-        if holder is None or not holder.host:
-            return None
-        return Place(host=holder.host, port=holder.port, term=holder.term)
+        return None if holder is None else holder.place
 
-    def _read(self) -> _Holder | None:
+    def _read(self) -> Holder | None:
         path = self._run_dir / TERM_FILE
         try:
-            return msgspec.json.decode(path.read_bytes(), type=_Holder)
+            return msgspec.json.decode(path.read_bytes(), type=Holder)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
@@ -183,22 +292,11 @@ class InPlace:
                 "lives, remove the file, and the term is taken from the journal"
             ) from error
 
-    def _held(self, wait_s: float) -> LeaseHeld:
-        holder = self._read()
-        who = "another process"
-        if holder is not None:
-            who = f"process {holder.pid} on {holder.machine} (term {holder.term})"
-        waited = f" and still does after {wait_s:g} s" if wait_s else ""
-        return LeaseHeld(
-            f"{self._run_dir}: {who} coordinates this run{waited}; leave it to that one, or end it "
-            "first"
-        )
-
 
 class InPlaceTenancy:
     """A lock that is held; it ends with the process. See Tenancy."""
 
-    def __init__(self, path: Path, holder: _Holder, lock: int) -> None:
+    def __init__(self, path: Path, holder: Holder, lock: int) -> None:
         self._path = path
         self._holder = holder
         self._lock: int | None = lock

@@ -23,7 +23,8 @@ from everstep.agent.ending import end_session
 from everstep.agent.output import Output
 from everstep.agent.workers import Place, free_port, torchrun_environment
 from everstep.errors import UserError
-from everstep.launch.local import LOOPBACK, JobResult, View, ending_by_signals
+from everstep.launch.job import LOOPBACK, JobResult, ending_by_signals
+from everstep.observe.view import View
 from everstep.settings import RunSettings
 from everstep.wire.messages import ScriptSpec
 

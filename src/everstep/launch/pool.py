@@ -27,12 +27,14 @@ from everstep.agent import processes
 from everstep.agent.ending import END_TIMEOUT_S, end_marked
 from everstep.agent.leftovers import sweep
 from everstep.errors import EverstepError
-from everstep.settings import RunSettings
+from everstep.settings import RunSettings, without_secret
 from everstep.wire.secret import Secret
 
 _MARK = "EVERSTEP_NODE"
 _END_TIMEOUT_S = 5.0
 _TAIL_BYTES = 2048
+# Exit codes of an agent that a signal has asked to end: the loss of a node, and no failure.
+_ASKED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
 @dataclass(slots=True)
@@ -49,8 +51,9 @@ class _Process:
 
 
 class LocalAgents:
-    """The agents of one job. `logs`: where what they print is kept. `on_failure` is called with an
-    error when one ends by itself, and badly, before `close`. Loop thread only."""
+    """The agents of one job. `logs`: where what they print is kept. `on_failure` is called with a
+    process id and an error when one ends by itself, and badly, before `close`. Loop thread
+    only."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class LocalAgents:
         secret: Secret,
         logs: Path,
         environ: Mapping[str, str],
-        on_failure: Callable[[EverstepError], None],
+        on_failure: Callable[[int, EverstepError], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
@@ -69,10 +72,12 @@ class LocalAgents:
         self._running: list[_Process] = []
         self._burials: set[asyncio.Task[None]] = set()
         self._closing = False
+        self.started = False
         self._was_subreaper = processes.set_child_subreaper(True)
 
     def start(self, count: int, host: str, port: int) -> None:
         """Start `count` agents that look for their coordinator at `host` and `port`."""
+        self.started = True
         for index in range(count):
             self._start(f"local-{index}", host, port)
 
@@ -96,13 +101,14 @@ class LocalAgents:
         variable, _, value = mark.partition("=")
         settings = self._settings
         environment = {
-            **self._environ,
+            **without_secret(self._environ),  # which may name its file
             variable: value,
             "EVERSTEP_SECRET": self._secret.reveal(),
             "EVERSTEP_LOG_DIR": str(Path(settings.log_dir).absolute()),
             "EVERSTEP_SHM_DIR": settings.shm_dir,
             "EVERSTEP_DOMAIN": settings.domain,
             "EVERSTEP_INTERFACE": settings.interface,
+            "EVERSTEP_PORTS": settings.ports,
             "EVERSTEP_GRACE_S": str(settings.grace_s),
             "EVERSTEP_JOIN_NODES_TIMEOUT_S": str(settings.join_nodes_timeout_s),
         }
@@ -139,17 +145,17 @@ class LocalAgents:
         sweep(Path(self._settings.shm_dir))
         self._running.remove(process)
         process.gone.set()
-        if code > 0 and not self._closing:
+        if code > 0 and code not in _ASKED and not self._closing:
             tail = process.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
-            self._on_failure(
-                EverstepError(f"the agent {process.name} ended with code {code}: {tail}")
-            )
+            text = f"the agent {process.name} ended with code {code}: {tail}"
+            self._on_failure(process.popen.pid, EverstepError(text))
 
     def _on_buried(self, burial: asyncio.Task[None]) -> None:
         self._burials.discard(burial)
         error = None if burial.cancelled() else burial.exception()
         if error is not None:
-            self._on_failure(EverstepError(f"an agent that ended left something behind: {error}"))
+            text = f"an agent that ended left something behind: {error}"
+            self._on_failure(0, EverstepError(text))
 
 
 def _end_with_parent() -> None:

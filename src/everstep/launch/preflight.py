@@ -22,11 +22,13 @@ from everstep.types import OLDEST_TORCH
 from everstep.wire.messages import ScriptSpec
 
 
-def check(settings: RunSettings) -> None:
-    """Raise UserError if the job of `settings` can not start here. Does not block; any thread."""
+def check(settings: RunSettings, *, resume: bool = False) -> None:
+    """Raise UserError if the job of `settings` can not start here. `resume`: the run's directory
+    may be there. Does not block; any thread."""
     check_torch(_torch_version())
     check_script(settings.script)
-    check_run_dir(settings)
+    if not resume:
+        check_run_dir(settings)
     check_port(settings.master_port)
 
 

@@ -42,7 +42,7 @@ from everstep.types import Stage
 from everstep.wire.messages import ChaosSpec
 
 if TYPE_CHECKING:
-    from everstep.launch.local import JobResult
+    from everstep.launch.job import JobResult
     from everstep.observe.view import View
 
     RunJob = Callable[[RunSettings, View], JobResult]

@@ -24,6 +24,7 @@ from everstep.observe.report import report_run
 from everstep.observe.screen import Screen, same_terminal
 from everstep.observe.tracebacks import Folder
 from everstep.settings import RunSettings
+from everstep.wire.clients import OWN, Line
 
 _DRAW_EVERY_S = 0.1
 
@@ -108,6 +109,30 @@ class ConsoleView:
         if self._narrator.spares is not None:
             parts.append(counted(self._narrator.spares, "spare"))
         self._screen.live("everstep: " + " | ".join(parts), now=now)
+
+
+class LinePrinter:
+    """Prints lines of a job that runs elsewhere, as `ConsoleView` does. Implements
+    `launch.client.Printer`. Writes block as the streams do."""
+
+    def __init__(self, color: str) -> None:
+        self._out, self._err = Screen(sys.stdout, color), Screen(sys.stderr, color)
+
+    def line(self, line: Line) -> None:
+        """Show a line."""
+        if line.rank == OWN:
+            self._err.say(f"everstep: {line.text}", "yellow")
+        else:
+            screen = self._out if line.stream == "stdout" else self._err
+            screen.relay(_prefix(line.rank, line.incarnation), line.text.rstrip())
+
+    def missed(self, rank: int, count: int) -> None:
+        """Say that lines of a rank were left out."""
+        whose, where = f"rank {rank}'s", "its log"
+        if rank == OWN:
+            whose, where = "everstep's own", "the journal"
+        left_out = f"{counted(count, 'line')} of {whose} came faster than they were read"
+        self._err.say(f"everstep: {left_out}, and are left out here; see {where}", "yellow")
 
 
 def _prefix(rank: int, incarnation: int) -> str:

@@ -88,6 +88,12 @@ class Narrator:
                 incident = self._open.pop(record["incident"], None)
                 total_s = 0.0 if incident is None else now_s - incident.began_s
                 return [*held, recovery(record, total_s, incident.section if incident else "")]
+            case "coordinator_started" if record["term"] > 0:
+                self.step = max(self.step, int(record["step"]))
+                term = record["term"]
+                return [f"the coordinator begins anew (term {term}); steps go on meanwhile"]
+            case "coordinator_left":
+                return [str(record["text"])]
             case "gathered":
                 return self._gathered(record)
             case "node_joined" if self.spares is not None:
@@ -101,7 +107,7 @@ class Narrator:
             case "node_awaited":
                 ranks = name_ranks(record["ranks"])
                 return [f"no spare is left for {ranks}: waiting {record['wait_s']:g} s for a node"]
-            case "node_set_aside":
+            case "node_set_aside" | "coordinator_resumed":
                 return [str(record["text"])]
             case "hang":
                 return [f"where all ranks stood is in {record['file']}"]
@@ -151,6 +157,8 @@ class Narrator:
         """What is done about a failure; nothing that is not sure to be done."""
         if cause.kind is CauseKind.NODE:
             return ["a spare takes its place"] if self.spares else []
+        if cause.kind is CauseKind.COORDINATOR:
+            return []
         if cause.kind in _PROCESS_LIVES and not _ends_script(cause):
             return [f"the {'section' if _section(cause) else 'step'} is done again"]
         return ["a warm process is started for it"] if self._ranks != 1 else []
@@ -197,7 +205,7 @@ def failure_of(rank: int, step: int, cause: Cause) -> str:
     """A failure as a clause: `rank 1 was killed by SIGKILL in step 5 (optimizer)`, or `rank 2 in
     step 9: ValueError: odd`. The texts of the core and the agent name their places."""
     who, text = f"rank {rank}", cause_in_words(cause)
-    if cause.kind is CauseKind.NODE:  # it names all its ranks
+    if cause.kind in (CauseKind.NODE, CauseKind.COORDINATOR):  # it names all its ranks
         return f"{text}, in step {step}"
     if cause.kind in _HERE:
         where = _of_step(cause.where or f"in step {step}", step)

@@ -311,4 +311,4 @@ def _dial(offer: Offer, deadline_s: float) -> socket.socket:
             (offer.host, offer.port), max(deadline_s - time.monotonic(), 0.001)
         )
     except OSError as error:
-        raise Cut(f"no connection ({error})") from error
+        raise Cut(f"no connection ({error.strerror or error})") from error

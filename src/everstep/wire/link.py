@@ -60,10 +60,10 @@ _ENDINGS: Final = {
     zmq.EVENT_CLOSED: "nobody listens there, or the way is closed",
     zmq.EVENT_CONNECT_RETRIED: "nobody listens there, or the way is closed",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refuses this job's secret",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it is no coordinator with this job's secret",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it is not {whom} with this job's secret",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it closed in the handshake: is its secret the same, and "
-    "is it a coordinator?",
-    zmq.EVENT_DISCONNECTED: "the connection to the coordinator closed",
+    "is it {whom}?",
+    zmq.EVENT_DISCONNECTED: "the connection to {whom} closed",
 }
 
 
@@ -74,7 +74,7 @@ class Link(Generic[T]):
     Callbacks: `on_joined()`; then `on_message(message)` for each message, in the order sent; then
     `on_lost(why)` once, and `on_joined()` again when the next connection stands. `on_waiting(why)`
     tells why no connection comes about, when the reason changes. `find`: asked before each attempt
-    for the host and port to try, where they may change.
+    for the host and port to try, where they may change. `whom`: who is there, in messages.
     """
 
     def __init__(
@@ -90,7 +90,9 @@ class Link(Generic[T]):
         on_waiting: Callable[[str], None],
         limits: Limits | None = None,
         find: Find | None = None,
+        whom: str = "the coordinator",
     ) -> None:
+        self.whom = whom
         self.limits = limits or Limits()
         self.loop = asyncio.get_running_loop()
         self.receives = receives
@@ -117,6 +119,11 @@ class Link(Generic[T]):
         if self._connection is None:
             return False
         return self._connection.send(message)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of the newest attempt."""
+        return self._host, self._port
 
     @property
     def unread_bytes(self) -> int:
@@ -214,7 +221,7 @@ class Link(Generic[T]):
 
     def _no_connection(self, why: str) -> TransientError:
         return TransientError(
-            f"no connection to the coordinator at {address_text(self._host, self._port)}: {why}"
+            f"no connection to {self.whom} at {address_text(self._host, self._port)}: {why}"
         )
 
 
@@ -268,7 +275,7 @@ class _Connection(Generic[T]):
             return False
         frame = encode_data(message, self._max_message_bytes)
         if not self._ledger.take(frame):
-            self._end(f"the coordinator has left {self._ledger.unread_bytes} bytes unread")
+            self._end(f"{self._link.whom} has left {self._ledger.unread_bytes} bytes unread")
             return False
         self._put(frame)
         return True
@@ -312,7 +319,7 @@ class _Connection(Generic[T]):
                     self._end(self._ending)
                 return False
             if dealer.getsockopt(zmq.RCVMORE):
-                self._end("the coordinator sent a message in several parts")
+                self._end(f"{self._link.whom} sent a message in several parts")
                 return False
             self._take(frame)
         return True
@@ -325,8 +332,9 @@ class _Connection(Generic[T]):
                 return
             message = self._decoder.data(frame)
         except ChannelError as error:
-            self._put(encode_control(Bye(f"the coordinator broke the protocol: {error}")))
-            self._end(f"the coordinator broke the protocol: {error}")
+            why = f"{self._link.whom} broke the protocol: {error}"
+            self._put(encode_control(Bye(why)))
+            self._end(why)
             return
         if self._ledger.receive(frame):
             self._put(encode_control(self._ledger.beat()))
@@ -336,7 +344,7 @@ class _Connection(Generic[T]):
         if isinstance(control, Beat) and self.joined:
             self._ledger.acknowledge(control)
         elif isinstance(control, Bye):
-            self._end(f"the coordinator ended the connection: {control.why}")
+            self._end(f"{self._link.whom} ended the connection: {control.why}")
         elif isinstance(control, Welcome) and not self.joined:
             self._agree(control.lease_s, control.max_message_bytes, control.backlog_bytes)
             self._timer = self._loop.call_later(self._tick_s, self._tick)
@@ -351,14 +359,15 @@ class _Connection(Generic[T]):
         silent_s = self._clock.look(self._loop.time()) - self._ledger.heard_s
         self._ticks += 1
         if silent_s > self._lease_s:
-            self._end(f"nothing was heard of the coordinator for {self._lease_s:g} s")
+            self._end(f"nothing was heard of {self._link.whom} for {self._lease_s:g} s")
         elif self._ticks % TICKS_PER_BEAT == 0:
             self._put(encode_control(self._ledger.beat()))
 
     def _connection_events(self, events: list[tuple[int, int]]) -> None:
         for event, _ in events:
             if event in _ENDINGS:
-                self._ending = self._ending or _ENDINGS[zmq.Event(event)]
+                why = _ENDINGS[zmq.Event(event)].format(whom=self._link.whom)
+                self._ending = self._ending or why
         if self._ending:
             # What arrived before it is read first; `_read` tells the end.
             self._loop.call_soon(self._read_to_its_end)

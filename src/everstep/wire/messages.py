@@ -36,8 +36,8 @@ class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
     names it in the job; `text` is the specification as the user wrote it, or could have written it;
     `code` is the exit code for kind `exit`, `factor` how many times as long the step takes for kind
     `slow`. `step` is 0 for the place `setup`, which comes before all steps. Kinds `node` and
-    `agent` end the rank's node, or its agent: the rank stands still, and the coordinator does
-    it."""
+    `agent` end the rank's node, or its agent: the rank stands still, and the coordinator does it.
+    Kind `coordinator` ends that: the rank goes on."""
 
     index: int
     text: str
@@ -55,6 +55,7 @@ class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
         "corrupt",
         "node",
         "agent",
+        "coordinator",
     ]
     rank: int
     step: int
@@ -194,7 +195,7 @@ class Regroup(Message):
     `step`. `capsule`: for FETCH, the rank's own newest capsule up to `step`, if the agent has one.
     An older one than `step` is good for nothing but the fence that it names. `kept`: what the rank
     has kept of the sections after `step`, by their names. `groups`: the communicators that all
-    their ranks hold; others are not built."""
+    their ranks hold; others are not built. `copies`: the steps of which all shards have copies."""
 
     generation: int
     step: int
@@ -203,6 +204,7 @@ class Regroup(Message):
     groups: tuple[str, ...]
     sections: int = 0
     kept: dict[str, bytes] = {}
+    copies: tuple[int, ...] = ()
 
 
 class Addresses(Message):
@@ -215,11 +217,13 @@ class Addresses(Message):
 
 
 class Go(Message):
-    """`protect` may return. `copies`: some shard of the job has no natural replica, and steps wait
-    until such shards are copied; `copy`: this rank's is one of them."""
+    """`protect` may return. `copies`: some shard of the job has no natural replica, and its state
+    is copied; `copy`: so is this rank's. `copy_every`: 0: in each step, which waits until its copy
+    is where it belongs; else in every so many steps, which don't."""
 
     copies: bool = False
     copy: bool = False
+    copy_every: int = 0
 
 
 class Shelf(Message):
@@ -231,7 +235,16 @@ class Shelf(Message):
 
 
 class Kept(Message):
-    """The copy is as safe as was asked for. `turn`: of the request that is answered."""
+    """The copy, or the capsule, is as safe as was asked for; or `refusal` says why it can't be
+    kept. `turn`: of the request that is answered."""
+
+    turn: int
+    refusal: str = ""
+
+
+class Safe(Message):
+    """The copy of request `turn` is where the rank's copies are kept, or as near to it as can be:
+    it need not be waited for any more."""
 
     turn: int
 
@@ -254,7 +267,9 @@ class Bye(Message):
     """The process may exit."""
 
 
-ToWorker = Stop | Position | Regroup | Addresses | Go | Shelf | Kept | Recalled | Closed | Bye
+ToWorker = (
+    Stop | Position | Regroup | Addresses | Go | Shelf | Kept | Safe | Recalled | Closed | Bye
+)
 
 # ---------------------------------------------------------------- worker -> agent
 
@@ -359,28 +374,34 @@ class Receipt(Message):
 
 
 class Shelve(Message):
-    """The rank is about to copy its state of `step`: `nbytes` of shared memory are wanted. `turn`:
-    rises with each request, so that the answer to one that was stopped is not taken for another's.
-    """
+    """The rank is about to copy its state of `step`: `nbytes` of shared memory are wanted. `keep`:
+    the steps of which its copies are still needed. `turn`: rises with each request, so that the
+    answer to one that was stopped is not taken for another's."""
 
     turn: int
     step: int
     nbytes: int
+    keep: tuple[int, ...]
 
 
 class Shelved(Message):
-    """The copy of `step` is written. `manifest`: as snapshot.py has it. `turn`: see `Shelve`."""
+    """The copy of `step` is written. `manifest`: as snapshot.py has it. `wait`: `Kept` is to come
+    when the rank's keeper has it as well; else as soon as it is complete here, and `Safe` when the
+    keeper has it. `turn`: see `Shelve`."""
 
     turn: int
     step: int
     manifest: bytes
+    wait: bool
 
 
 class Recall(Message):
-    """The rank takes its state from its copy of `step`. `turn`: see `Shelve`."""
+    """The rank takes its state from its copy of `step`. `spoiled`: the one that it was shown before
+    is not what was written. `turn`: see `Shelve`."""
 
     turn: int
     step: int
+    spoiled: bool = False
 
 
 class Close(Message):
@@ -464,3 +485,6 @@ FromWorker = (
     | Note
     | Raised
 )
+
+Keepsake = Protect | Once | Tape | Capsule
+"""What is kept of what a worker says, for the next process of its rank."""

@@ -14,13 +14,14 @@ import msgspec
 from everstep.core.hang import Evidence
 from everstep.types import Cause
 from everstep.wire.bulk import Offer
-from everstep.wire.messages import FromWorker, Message, ScriptSpec, ToWorker, WorkerSpec
+from everstep.wire.messages import FromWorker, Keepsake, Message, ScriptSpec, ToWorker, WorkerSpec
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What must be the same on every node of a job. `hash_seed`: PYTHONHASHSEED of all workers.
-    `runner`, `preload`: what zygotes run and import, as `agent.zygote.ZygotePlan` has them. The
-    others are the settings of these names."""
+    `runner`, `preload`: what zygotes run and import, as `agent.zygote.ZygotePlan` has them.
+    `recovery_bytes_per_s`: of the setting recovery_bandwidth, None for no limit. `preflight_s`: of
+    preflight_timeout_s, 0 where there is none. The others are the settings of these names."""
 
     run_id: str
     script: ScriptSpec
@@ -32,6 +33,33 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     section_timeout_s: float
     runner: str
     preload: tuple[str, ...]
+    nproc_per_node: int = 1
+    recovery_bytes_per_s: float | None = None
+    transfer_timeout_s: float = 600.0
+    transfer_stall_s: float = 15.0
+    preflight_s: float = 0.0
+
+
+class Listens(msgspec.Struct, frozen=True, kw_only=True):
+    """How others can try whether they reach a node. `door`: its bulk plane and what to show there.
+    `network`: the same for all who share a loopback device. `any_port`: where it listens, until it
+    has been tried, at a port that the system has chosen, as communicators do; 0: no longer.
+    `any_ports`: the first and last that the system chooses from."""
+
+    door: Offer
+    network: str
+    any_port: int
+    any_ports: tuple[int, int]
+
+
+class Closed(msgspec.Struct, frozen=True, kw_only=True):
+    """A listener that can't be reached. `chosen`: its port was chosen by the system."""
+
+    node: int
+    host: str
+    port: int
+    chosen: bool
+    why: str
 
 
 # ---------------------------------------------------------------- coordinator -> agent
@@ -65,11 +93,13 @@ class Refuse(Message):
 
 
 class Launch(Message):
-    """Fork a worker after `delay_s`. The paths in `spec` are the agent's to choose."""
+    """Fork a worker after `delay_s`. The paths in `spec` are the agent's to choose. `kept`: what
+    the coordinator keeps of its rank: who said it, and what."""
 
     spec: WorkerSpec
     environment: dict[str, str]
     delay_s: float
+    kept: tuple[tuple[int, Keepsake], ...] = ()
 
 
 class Kill(Message):
@@ -94,6 +124,13 @@ class Look(Message):
 
 class Inspect(Message):
     """Have your workers show their stacks: `Shown`, within a second or two."""
+
+
+class Probe(Message):
+    """Try within `within_s` whether these nodes can be reached, and say so: `Probed`."""
+
+    targets: dict[int, Listens]
+    within_s: float
 
 
 class Written(Message):
@@ -129,27 +166,35 @@ class Cut(Message):
 
 
 class Keepers(Message):
-    """Which node keeps the copies of which rank, beside the rank's own. Copies of other ranks stay
-    where they are made."""
+    """Which node keeps the copies of which rank, beside the rank's own, in `generation`. Copies of
+    other ranks stay where they are made. All other words about copies are of a generation, too, and
+    mean nothing in the next. `steps`: copies of other steps are of no use any more."""
 
+    generation: int
     keepers: dict[int, int]
+    steps: tuple[int, ...]
 
 
 class Take(Message):
-    """Fetch a copy of `rank` that another node offers, and keep it. `incarnation`: of its
-    writer."""
+    """Fetch a copy of `rank` at `step` that node `source` offers, and keep it. `incarnation`: of
+    its writer. `keep`: the steps of which the rank's copies are still needed beside it."""
 
     rank: int
     incarnation: int
+    generation: int
+    step: int
+    keep: tuple[int, ...]
     manifest: bytes
     offer: Offer
+    source: int
 
 
 class Secured(Message):
-    """The keeper of your rank has the copy of `step`."""
+    """The keeper of your rank has the copy of `step`, or can't have it."""
 
     rank: int
     incarnation: int
+    generation: int
     step: int
 
 
@@ -158,6 +203,7 @@ class Lend(Message):
 
     rank: int
     incarnation: int
+    generation: int
     step: int
     to: int
 
@@ -166,10 +212,18 @@ class Missing(Message):
     """Nobody has the copy that was sought."""
 
     rank: int
+    generation: int
     step: int
 
 
-CopyOrder = Keepers | Take | Secured | Lend | Missing
+class Drop(Message):
+    """Others keep the copies of `rank`: those that are here are of no use any more."""
+
+    rank: int
+    generation: int
+
+
+CopyOrder = Keepers | Take | Secured | Lend | Missing | Drop
 
 ToNode = (
     Welcome
@@ -180,6 +234,7 @@ ToNode = (
     | Tell
     | Look
     | Inspect
+    | Probe
     | Written
     | Peers
     | Finish
@@ -225,15 +280,17 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows that has lost its coordinator. `term`: of that one. `node`: the number it
-    had. `slot`: -1 without one. `members`: its living workers. `ended`: its dead ones, the newest
-    of each rank. `kept`: what it keeps of its own ranks and of those whose guardian it is, by rank,
-    in the order in which it was said: (incarnation, message). `unwritten`: commits of which it
-    doesn't know that they were written, with all that ranks said since that must be. `copies`:
-    (rank, step) of the copies in its memory."""
+    had. `slot`: -1 without one. `peers`: the nodes of the newest `Peers` that it got. `members`:
+    its living workers. `ended`: its dead ones, the newest of each rank. `kept`: what it keeps of
+    its own ranks and of those whose guardian it is, by rank, in the order in which it was said:
+    (incarnation, message). `unwritten`: commits of which it doesn't know that they were written,
+    with all that ranks said since that must be. `copies`: (rank, step) of the copies in its
+    memory."""
 
     term: int
     node: int
     slot: int
+    peers: tuple[int, ...]
     members: tuple[MemberReport, ...]
     ended: tuple[Died, ...]
     kept: dict[int, tuple[tuple[int, FromWorker], ...]]
@@ -261,9 +318,16 @@ class Register(Message):
 
 class Joined(Message):
     """The node has imported what the script imports and is ready to fork. `script_digest`: of the
-    script's text as it is here, "" for a module."""
+    script's text as it is here, "" for a module. `listens`: None where nobody can try."""
 
     script_digest: str
+    listens: Listens | None = None
+
+
+class Probed(Message):
+    """The answer to `Probe`. `closed`: what could not be reached."""
+
+    closed: tuple[Closed, ...]
 
 
 class Output(Message):
@@ -305,13 +369,10 @@ class Note(Message):
 
 
 class Offered(Message):
-    """A copy is lent to node `to`. `incarnation`: of its writer."""
+    """A copy is lent: node `to` is to `take` it."""
 
-    rank: int
-    incarnation: int
-    manifest: bytes
-    offer: Offer
     to: int
+    take: Take
 
 
 class Took(Message):
@@ -319,24 +380,30 @@ class Took(Message):
 
     rank: int
     incarnation: int
+    generation: int
     step: int
 
 
 class Untaken(Message):
-    """A copy that was offered could not be fetched; `text` says why."""
+    """A copy that node `source` offered could not be fetched; `text` says why."""
 
     rank: int
     incarnation: int
+    generation: int
     step: int
+    source: int
     text: str
 
 
 class Seek(Message):
-    """A process of `rank` here needs the copy of `step`, which this node does not have."""
+    """A process of `rank` here needs the copy of `step`, which this node does not have. `spoiled`:
+    the one that it had is not what was written, and is gone."""
 
     rank: int
     incarnation: int
+    generation: int
     step: int
+    spoiled: bool
 
 
 class Lack(Message):
@@ -344,6 +411,7 @@ class Lack(Message):
 
     rank: int
     incarnation: int
+    generation: int
     step: int
     to: int
 
@@ -359,6 +427,14 @@ class Failed(Message):
     exit_code: int
 
 
+class Leaving(Message):
+    """The agent was asked to end by `signal`: from now on its node has no part in the job. Its
+    workers get SIGTERM now, and SIGKILL after `grace_s`."""
+
+    signal: int
+    grace_s: float
+
+
 class Gone(Message):
     """All workers have ended and nothing of them is left; the connection ends now."""
 
@@ -366,6 +442,7 @@ class Gone(Message):
 FromNode = (
     Register
     | Joined
+    | Probed
     | Said
     | Died
     | Output
@@ -375,5 +452,6 @@ FromNode = (
     | Note
     | CopyNews
     | Failed
+    | Leaving
     | Gone
 )

@@ -2,8 +2,8 @@
 
 Theory of operation. Everything of everstep's own that listens (the coordinator, each agent for its
 peers, its bulk plane) takes the first free port of one range, on one address. The coordinator's own
-port is left to it, since it must be free when it comes back. When the range is used up, the kernel's
-table says who holds its ports; the search is made only then.
+port is left to it, since it must be free when it comes back. Where no port of the range is free,
+the kernel's table says who holds them.
 
 It does not know the ports of the communicators: gloo and nccl let the system choose.
 """
@@ -134,9 +134,9 @@ def _owners(inodes: set[int]) -> dict[int, str]:
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         # It may have ended, or be another user's.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            for fd in os.scandir(f"/proc/{pid}/fd"):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):
-                    inode = wanted.get(os.readlink(fd.path))
+                    inode = wanted.get(os.readlink(f"/proc/{pid}/fd/{fd}"))
                     if inode is not None and inode not in found:
                         name = Path(f"/proc/{pid}/comm").read_text().strip()
                         found[inode] = f"{name} (process {pid})"

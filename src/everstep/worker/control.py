@@ -25,7 +25,7 @@ from everstep.wire.channel import BlockingChannel
 EXIT_ORPHAN = 111
 EXIT_DEAF = 113
 M = TypeVar("M")
-A = TypeVar("A", messages.Shelf, messages.Kept, messages.Recalled)
+A = TypeVar("A", messages.Shelf, messages.Kept, messages.Safe, messages.Recalled)
 
 
 class Stopped(Exception):
@@ -117,6 +117,13 @@ class Control:
                         if match(message):
                             return message
                 self._wait(deadline, f"no {kind.__name__} from the agent")
+
+    def come(self, kind: type[M]) -> list[M]:
+        """The messages of `kind` that have come, taken out. Does not wait."""
+        with self._condition:
+            found: list[M] = [message for message in self._inbox if isinstance(message, kind)]
+            self._inbox = [message for message in self._inbox if not isinstance(message, kind)]
+        return found
 
     def next_turn(self) -> int:
         """The number of a request; the answer carries it, so that one to a request that was given

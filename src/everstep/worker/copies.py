@@ -1,13 +1,17 @@
 """Copies of this rank's state in shared memory, for a shard that no peer holds.
 
-Theory of operation. Under `copies = sync` a step commits only when every rank whose shard has no
-natural replica has a copy of what the step made: at the end of the function, before the late fence,
-the rank writes its state as a snapshot (snapshot.py) into an area of its agent's shelf, and waits
-until the agent says that it is kept. So a rank that dies after a commit left its state behind, and
-one that dies before the fence left that of the step before: its peers go back there. They do so
-from their own copy, which is what an update is undone from, too, unless the script has changed the
-state since. Everything that is no tensor (the steering, the manifest) travels as one tensor of
+Theory of operation. A step commits only when every rank whose shard has no natural replica has a
+copy of what the step made: at the end of the function, before the late fence, the rank writes its
+state as a snapshot (snapshot.py) into an area of its agent's shelf, and waits until the agent says
+that it is kept: on this node and on another under `copies = sync`, on this node under `async`. So a
+rank that dies after a commit left its state behind, and one that dies before the fence left that of
+the step before: its peers go back there. They do so from their own copy, which is what an update is
+undone from, too, unless the script has changed the state since. Under `async` a node that is lost
+may take the newest copies with it; which older ones all ranks still have is agreed in the fence
+(schedule.py). Everything that is no tensor (the steering, the manifest) travels as one tensor of
 bytes, with room to grow, so that an area fits the next copy as well.
+
+A copy that turns out not to be what was written is looked for elsewhere.
 
 Does not know: where an area lies, who else keeps the copy (agent/copies.py), when a copy is needed
 (the core). Main thread, but for `fetch`, which runs on the exchange's.
@@ -24,15 +28,17 @@ import torch
 
 from everstep import snapshot
 from everstep.errors import EverstepError, UserError
-from everstep.snapshot import Layout, Manifest, Tensor
+from everstep.snapshot import Layout, Manifest, SnapshotError, Tensor
 from everstep.wire import messages
 from everstep.worker import codec
 from everstep.worker.control import Control, Stopped
+from everstep.worker.schedule import AREAS, Schedule
 from everstep.worker.state import Leaves, Spec, State, put
 
 _REST = "#rest"
 _REST_STEP_BYTES = 16 << 10  # its room is a multiple of this
-_AREAS = 2
+_AREAS = 2  # where each step waits for its copy
+_SOURCES = 3  # from which a copy is taken before it is given up: this node's, and two others
 _PATIENCE_S = 600.0  # for an agent that ships a copy over a slow link; the stop comes before
 
 
@@ -54,27 +60,93 @@ class _Written:
     versions: int
 
 
+_SKIPPED = (
+    "copies of the ranks' states move slower than steps are made, so some steps are not copied, "
+    "and the loss of a node will cost more than one; give the copies a faster network (or a higher "
+    "recovery_bandwidth), or make fewer of them (replicate_every)"
+)
+
+
 class CopyError(EverstepError):
     """A copy that is not there, or not what it should be."""
 
 
 class Copies:
-    """The copies of one rank. `write`: whether its shard has none elsewhere; `on`: whether any
-    shard of the job has, so that steps end in a late fence."""
+    """The copies of one rank. `on`: whether any shard of the job needs them, so that steps end in a
+    late fence."""
 
     def __init__(self, control: Control, spec: messages.WorkerSpec) -> None:
         self._control, self._spec = control, spec
-        self.on = self.write = False
-        self._written: dict[int, _Written] = {}  # by step, the newest two
+        self.on = False
+        self._write = False  # whether this rank makes any
+        self._schedule: Schedule | None = None  # where steps don't wait for them
+        self._written: dict[int, _Written] = {}  # by step
+        self._turns: dict[int, int] = {}  # by request, the step of a copy that is on its way
         self._maps: dict[str, mmap.mmap] = {}
+
+    def begin(self, go: messages.Go) -> None:
+        """It is known now who makes copies, and when."""
+        self.on, self._write = go.copies, go.copy
+        self._schedule = Schedule(go.copy_every) if go.copies and go.copy_every else None
+
+    def resume(self, steps: tuple[int, ...]) -> None:
+        """The ranks have regrouped, and copies of `steps` are left."""
+        self._written = {step: self._written[step] for step in steps if step in self._written}
+        self._turns.clear()
+        if self._schedule is not None:
+            self._schedule.resume(steps)
 
     # ------------------------------------------------------------ making one
 
     def keep(self, state: State, step: int, generation: int, *, gradients: bool) -> bool:
-        """Copy the state as `step` has made it. Blocks until the agent says that it is kept. False
-        if `generation` was stopped meanwhile. Raises UserError where there is no room."""
-        if not self.write:
+        """Copy the state as `step` has made it, if it is to be. Blocks until the agent says that it
+        is kept. False if `generation` was stopped meanwhile. Raises UserError where there is no
+        room."""
+        if not self._write:
             return True
+        schedule = self._schedule
+        try:
+            if schedule is None:
+                self._copy(state, step, generation, (step - 1,), gradients=gradients)
+                return True
+            self._hear(schedule, step, generation)
+            if schedule.wants(step):
+                kept = schedule.steps
+                turn = self._copy(state, step, generation, kept, gradients=gradients)
+                self._turns[turn] = step
+                schedule.made(step)
+            elif schedule.skipped == 1:
+                self._control.send(messages.Note(key="copy-skipped", text=_SKIPPED))
+        except Stopped:
+            return False
+        return True
+
+    def says(self, step: int) -> tuple[int, ...]:
+        """What this rank says of its copies in the fence of `step`."""
+        return () if self._schedule is None else self._schedule.says(step)
+
+    def agree(self, step: int, least: list[int]) -> None:
+        """All ranks have met in the fence of `step`; `least`: of what each has said."""
+        if self._schedule is not None:
+            made, safe = least
+            self._schedule.agree(step, made, safe)
+
+    def _hear(self, schedule: Schedule, step: int, generation: int) -> None:
+        """Take note of the copies that have come where they belong, and wait for one if the newest
+        that has is too old. Raises Stopped."""
+        for safe in self._control.come(messages.Safe):
+            if safe.turn in self._turns:
+                schedule.settled(self._turns.pop(safe.turn))
+        awaited = schedule.must_wait(step)
+        for turn in [turn for turn, older in self._turns.items() if older == awaited]:
+            self._control.answer(messages.Safe, turn, _PATIENCE_S, generation)
+            schedule.settled(self._turns.pop(turn))
+
+    def _copy(
+        self, state: State, step: int, generation: int, kept: tuple[int, ...], *, gradients: bool
+    ) -> int:
+        """Copy the state, where copies of the steps in `kept` must stay. Returns the number of the
+        request. Raises Stopped, and UserError where there is no room."""
         replicas = state.replicas(gradients)
         rest = msgspec.msgpack.encode(
             Rest(specs=[spec for spec, _ in replicas], leaves=state.leaves(), modes=state.modes())
@@ -83,28 +155,33 @@ class Copies:
         tensors = [_tensor(spec, tensor) for spec, tensor in replicas]
         tensors.append(Tensor(name=_REST, dtype="torch.uint8", item_bytes=1, shape=(room,)))
         layout = Layout(tensors)
-        try:
-            path = self._area(step, layout.nbytes, generation)
-            manifest = self._write(path, layout, state, step, replicas, rest, room)
-            text = snapshot.encode(manifest)
-            turn = self._control.next_turn()
-            self._control.send(messages.Shelved(turn=turn, step=step, manifest=text))
-            self._control.answer(messages.Kept, turn, _PATIENCE_S, generation)
-        except Stopped:
-            return False
-        self._written = {s: kept for s, kept in self._written.items() if s == step - 1}
-        self._written[step] = _Written(path, manifest, state.updates_seen())
-        return True
-
-    def _area(self, step: int, nbytes: int, generation: int) -> str:
+        path = self._area(step, layout.nbytes, generation, kept)
+        manifest = self._fill(path, layout, state, step, replicas, rest, room)
         turn = self._control.next_turn()
-        self._control.send(messages.Shelve(turn=turn, step=step, nbytes=nbytes))
+        self._control.send(
+            messages.Shelved(
+                turn=turn,
+                step=step,
+                manifest=snapshot.encode(manifest),
+                wait=self._schedule is None,
+            )
+        )
+        answer = self._control.answer(messages.Kept, turn, _PATIENCE_S, generation)
+        if answer.refusal:
+            raise UserError(answer.refusal)
+        self._written = {older: self._written[older] for older in kept if older in self._written}
+        self._written[step] = _Written(path, manifest, state.updates_seen())
+        return turn
+
+    def _area(self, step: int, nbytes: int, generation: int, kept: tuple[int, ...]) -> str:
+        turn = self._control.next_turn()
+        self._control.send(messages.Shelve(turn=turn, step=step, nbytes=nbytes, keep=kept))
         answer = self._control.answer(messages.Shelf, turn, _PATIENCE_S, generation)
         if answer.refusal:
             raise UserError(answer.refusal)
         return answer.path
 
-    def _write(
+    def _fill(
         self,
         path: str,
         layout: Layout,
@@ -129,10 +206,10 @@ class Copies:
             return snapshot.write(area, layout, about, buffers)
 
     def _map(self, path: str) -> mmap.mmap:
-        """The area, mapped for good: an area is used in turn with one other, and to map it anew
-        costs as much as to fill it."""
+        """The area, mapped for good: areas are used in turn, and to map one anew costs as much as
+        to fill it."""
         if path not in self._maps:
-            while len(self._maps) >= _AREAS:
+            while len(self._maps) >= (_AREAS if self._schedule is None else AREAS):
                 self._maps.pop(next(iter(self._maps))).close()
             self._maps[path] = _map(path)
         return self._maps[path]
@@ -152,16 +229,25 @@ class Copies:
     ) -> tuple[list[torch.Tensor], Rest, int]:
         """Take the tensors of `step` from the rank's copy, wherever it is kept. Returns them, what
         else there is of the state, and the bytes read. Blocks; on the exchange's thread. Raises
-        Stopped when `generation` is, CopyError and SnapshotError for what can't be used."""
-        turn = self._control.next_turn()
-        self._control.send(messages.Recall(turn=turn, step=step))
-        found = self._control.answer(messages.Recalled, turn, _PATIENCE_S, generation)
-        if found.refusal:
-            raise CopyError(found.refusal)
-        manifest = snapshot.decode(found.manifest)
-        _check_ours(manifest, self._spec, state, step)
-        targets, rest = _load(state, found.path, manifest)
-        return targets, rest, manifest.nbytes
+        Stopped when `generation` is, CopyError where no copy can be used."""
+        trouble: list[str] = []
+        while len(trouble) < _SOURCES:
+            turn = self._control.next_turn()
+            spoiled = bool(trouble)
+            self._control.send(messages.Recall(turn=turn, step=step, spoiled=spoiled))
+            found = self._control.answer(messages.Recalled, turn, _PATIENCE_S, generation)
+            if found.refusal:
+                trouble.append(found.refusal)
+                break
+            try:
+                manifest = snapshot.decode(found.manifest)
+                _check_ours(manifest, self._spec, state, step)
+                targets, rest = _load(state, found.path, manifest)
+            except (CopyError, SnapshotError, OSError) as error:
+                trouble.append(str(error))
+            else:
+                return targets, rest, manifest.nbytes
+        raise CopyError("; ".join(dict.fromkeys(trouble)))
 
 
 class CopyUndo:
@@ -171,8 +257,12 @@ class CopyUndo:
         self._state, self._kept = state, kept
 
     def put_back(self) -> None:
-        """Parameters, optimizer state, param_groups, objects."""
-        _, rest = _load(self._state, self._kept.path, self._kept.manifest)
+        """Parameters, optimizer state, param_groups, objects. Raises CopyError where the copy is
+        not what was written: then nothing has been put back."""
+        try:
+            _, rest = _load(self._state, self._kept.path, self._kept.manifest)
+        except (SnapshotError, OSError) as error:
+            raise CopyError(str(error)) from error
         self._state.load_leaves(rest.leaves)
         self._kept.versions = self._state.updates_seen()
 

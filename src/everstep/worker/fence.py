@@ -49,20 +49,22 @@ class Fence:
         """This rank needs at least `kind`."""
         self.wish = max(self.wish, KINDS.index(kind))
 
-    def enter(self) -> None:
-        """I am here, and none of my collectives was poisoned."""
+    def enter(self, *numbers: int) -> list[int]:
+        """I am here, and none of my collectives was poisoned. Returns the least of each of the
+        `numbers` with which the ranks came; for nothing where the collective was poisoned."""
         options = dist.AllreduceOptions()
-        self._alone("allreduce", [torch.ones(1, dtype=torch.int32)], options)
+        least: Any = dist.ReduceOp.MIN
+        options.reduceOp = least
+        cells = torch.tensor([1, *numbers], dtype=torch.int64)
+        self._alone("allreduce", [cells], options)
+        found: list[int] = cells.tolist()
+        return found[1:]
 
     def meet(self, number: int) -> bool:
         """As `enter`; returns whether all ranks came with the same `number`, which is for nothing
         where the collective was poisoned."""
-        options = dist.AllreduceOptions()
-        least: Any = dist.ReduceOp.MIN
-        options.reduceOp = least
-        cells = torch.tensor([number, -number], dtype=torch.int64)
-        self._alone("allreduce", [cells], options)
-        return int(cells[0]) == -int(cells[1])
+        least, most = self.enter(number, -number)
+        return least == -most
 
     def agree(self) -> str | None:
         """All ranks take the fence that the neediest wants. Returns its kind; None if the

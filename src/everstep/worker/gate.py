@@ -231,7 +231,10 @@ class Gate:
         if self._worker.copies.on and not self._keep_copy(attempt):
             return False
         if attempt.fence != "device":
-            self._fence.enter()
+            copies = self._worker.copies
+            least = self._fence.enter(*copies.says(attempt.step))
+            if not self._worker.communicators.poisoned:
+                copies.agree(attempt.step, least)
             return True
         verdict = self._device_gate().ask()
         return verdict.confirm(self._worker.spec.quiesce_timeout_s)
@@ -239,12 +242,15 @@ class Gate:
     def _keep_copy(self, attempt: Attempt) -> bool:
         """What the step has made is copied before anybody can commit it. False: stopped."""
         worker = self._worker
-        return worker.copies.keep(
+        worker.phase(Phase.COPY)
+        made = worker.copies.keep(
             self._state,
             attempt.step,
             worker.communicators.generation,
             gradients=self._recovery.gradients,
         )
+        worker.phase(Phase.FENCE)
+        return made
 
     def _can_leave_to_device(self, attempt: Attempt, optimizer: Any) -> bool:
         return (

@@ -88,7 +88,8 @@ _LAST_MESSAGE = _CODES["recv_anysource"]  # between two ranks; the others of the
 
 class Phase(enum.IntEnum):
     """What a worker is doing. STEP: in the step function, and nothing narrower is known. COMPILE
-    and SECTION may take long without a hang."""
+    and SECTION may take long without a hang, and so may COPY, which waits for another node's
+    memory."""
 
     SETUP = 0
     BETWEEN = 1
@@ -101,6 +102,7 @@ class Phase(enum.IntEnum):
     FINISHED = 8
     COMPILE = 9
     SECTION = 10
+    COPY = 11
 
 
 _PLACES = {
@@ -109,7 +111,12 @@ _PLACES = {
     Phase.CLOSING: "after its last step",
     Phase.FINISHED: "after the end of its script",
 }
-_PARTS = {Phase.FENCE: " (fence)", Phase.UPDATE: " (optimizer)", Phase.COMPILE: " (compilation)"}
+_PARTS = {
+    Phase.FENCE: " (fence)",
+    Phase.UPDATE: " (optimizer)",
+    Phase.COMPILE: " (compilation)",
+    Phase.COPY: " (copy to memory)",
+}
 
 
 def place_in_words(phase: Phase, step: int, passed: int = 0) -> str:

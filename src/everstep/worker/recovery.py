@@ -24,6 +24,7 @@ from everstep.wire import messages
 from everstep.worker import transfer
 from everstep.worker.capsule import Contents
 from everstep.worker.control import Stopped
+from everstep.worker.copies import CopyError
 from everstep.worker.progress import Phase
 from everstep.worker.runtime import Worker
 from everstep.worker.shards import WHOLE
@@ -33,6 +34,7 @@ from everstep.worker.state import Steering
 # own and the end of its process is noticed at once; this one only makes sure that no wait is
 # without end.
 PATIENCE_S = 86_400.0
+_NOT_UNDONE = "an update could not be undone from its copy, so the state is taken from elsewhere"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +90,7 @@ class Recovery:
             worker.phase(Phase.PARKED)
             worker.communicators.quiesce(worker.spec.quiesce_timeout_s)
             if not can_advance:
-                self._settle(settle)
+                torn |= not self._settle(settle)
                 settle = _nothing
             self._park(generation, torn, can_advance, in_section, passes)
             worker.faults.fire("recovery", worker.committed + worker.joining + 1)
@@ -100,6 +102,7 @@ class Recovery:
                     match=functools.partial(_is_newer, generation),
                 )
                 worker.phase(Phase.RECOVER)
+                worker.copies.resume(regroup.copies)
                 worker.communicators.rebuild(regroup.generation, regroup.groups)
                 worker.faults.fire("rebuild", regroup.step + 1)
                 worker.control.send(messages.Built(generation=regroup.generation))
@@ -109,8 +112,11 @@ class Recovery:
                 worker.communicators.fail_build(error)
                 continue
             if can_advance and regroup.plan.decision is not Decision.ADVANCE:
-                self._settle(settle)
+                torn |= not self._settle(settle)
                 settle, can_advance = _nothing, False
+                if torn and regroup.plan.decision is Decision.KEEP:  # it can't keep what it has not
+                    worker.communicators.fail(regroup.generation, CopyError(_NOT_UNDONE))
+                    continue
             if regroup.plan.decision is Decision.ADVANCE:
                 self._owed = regroup
             elif not self._exchange(regroup):
@@ -139,16 +145,22 @@ class Recovery:
             )
         )
 
-    def _settle(self, settle: Callable[[], None]) -> None:
-        communicators = self._worker.communicators
+    def _settle(self, settle: Callable[[], None]) -> bool:
+        """Put the state in order. False if it is torn now: what undoes the updates is not there."""
+        communicators, whole = self._worker.communicators, True
         was_solo, communicators.solo = communicators.solo, True  # a wrapper's reset answers itself
         try:
-            settle()
+            try:
+                settle()
+            except CopyError as error:
+                self._worker.note("not-undone", f"{_NOT_UNDONE}: {error}")
+                whole = False
             self._worker.wrappers.reset(passes=self._worker.committed)
         finally:
             communicators.solo = was_solo
         if self._worker.device is not None:
             self._worker.device.accelerator.settle()
+        return whole
 
     def _outcome(self, regroup: messages.Regroup) -> Outcome:
         capsule = None

@@ -179,7 +179,7 @@ class Run:
             )
         )
         go = worker.control.take(messages.Go, PATIENCE_S)
-        worker.copies.on, worker.copies.write = go.copies, go.copy
+        worker.copies.begin(go)
         worker.state = state
         worker.faults.attach(next(iter(state.modules.values())))
 

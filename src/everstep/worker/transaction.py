@@ -294,15 +294,18 @@ class Step:
         return later if later.decision is Decision.FETCH else outcome
 
     def _put_back(self, attempt: Attempt) -> None:
-        """Leave no trace of a failed attempt."""
+        """Leave no trace of a failed attempt. Raises CopyError where its updates can't be undone,
+        and all else is put back."""
         worker = self._worker
-        if attempt.undo is not None:
-            attempt.undo.put_back()
-        attempt.entry.put_back()
-        worker.log = attempt.log
-        worker.values.clear()
-        worker.values.update(codec.copy(attempt.values))
-        worker.restore_streams(attempt.streams)
+        try:
+            if attempt.undo is not None:
+                attempt.undo.put_back()
+        finally:
+            attempt.entry.put_back()
+            worker.log = attempt.log
+            worker.values.clear()
+            worker.values.update(codec.copy(attempt.values))
+            worker.restore_streams(attempt.streams)
 
     def check_mean(self) -> None:
         """A mean over ranks is asked for. Raises UserError where it can't be exact."""

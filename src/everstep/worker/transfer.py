@@ -22,7 +22,6 @@ import msgspec
 import torch
 
 from everstep.errors import EverstepError, UserError
-from everstep.snapshot import SnapshotError
 from everstep.worker.codec import buffer_of, tensor_bytes
 from everstep.worker.copies import Copies, CopyError
 from everstep.worker.state import Leaves, Spec, State, digest_of, put
@@ -196,7 +195,7 @@ def recall(copies: Copies, state: State, step: int, generation: int) -> tuple[st
     ReceiptError if there is none, or it is not what was written."""
     try:
         targets, rest, nbytes = copies.fetch(state, step, generation)
-    except (CopyError, SnapshotError) as error:
+    except CopyError as error:
         raise ReceiptError(str(error)) from error
     return _settle(state, targets, rest.leaves, rest.modes), nbytes
 

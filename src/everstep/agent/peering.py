@@ -1,0 +1,183 @@
+"""One node's dealings with other nodes: what belongs to its ranks alone, and copies.
+
+Theory of operation: a step must not wait for the coordinator, which may be away. So what a step
+waits for is said from node to node: capsules are acknowledged by the guardian (keeping.py), and a
+copy is offered to its keeper, which answers the rank's node. What was offered and is not answered
+is offered again when the connection has been lost and stands again. The coordinator hears of copies
+too, and first: no rank can commit a step of which it is not about to know the copies.
+
+When the guardian can't be reached nobody waits for it: what is kept is then on one node only, and a
+note says so.
+
+It does not know which node is whose guardian or keeper, nor what is said to workers and why. Loop
+thread only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import msgspec
+
+from everstep.agent.keeping import NOBODY, Keeping
+from everstep.agent.neighbours import Events, Neighbours
+from everstep.wire import nodes, peers
+from everstep.wire.messages import FromWorker, Keepsake, Kept, ToWorker, WorkerSpec
+
+Member = tuple[int, int]  # rank and incarnation
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """What the peering uses of its node. `send(rank, incarnation, message)`: to a worker. `obey`: a
+    word about copies. `tell`: the coordinator. `note(key, text)`: something a person should
+    know."""
+
+    send: Callable[[int, int, ToWorker], None]
+    obey: Callable[[nodes.CopyOrder], None]
+    tell: Callable[[nodes.CopyNews], None]
+    note: Callable[[str, str], None]
+
+
+class Peering:
+    """Of one node, in one tenure. `number`: the node's."""
+
+    def __init__(self, neighbours: Neighbours, number: int, home: Home) -> None:
+        self._neighbours = neighbours
+        self._home = home
+        self._keeping = Keeping(neighbours, self._on_kept)
+        self._newest: nodes.Peers | None = None
+        self._offered: dict[tuple[int, int], nodes.Offered] = {}  # by rank and keeper
+        self._sources: dict[tuple[int, int], int] = {}  # by rank and incarnation: who offered
+        neighbours.begin(number)
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """The nodes of the newest generation of which this one was told."""
+        return () if self._newest is None else tuple(sorted(self._newest.addresses))
+
+    def report(self) -> dict[int, tuple[tuple[int, FromWorker], ...]]:
+        """What is kept here, as nodes.Report has it."""
+        return self._keeping.report()
+
+    # ------------------------------------------------------------ what happens here
+
+    def launched(self, spec: WorkerSpec, kept: tuple[tuple[int, Keepsake], ...]) -> None:
+        """A worker is to be forked. `kept`: what the coordinator keeps of its rank."""
+        self._keeping.launched(spec, kept)
+
+    def said(self, rank: int, incarnation: int, message: FromWorker) -> None:
+        """A worker said something."""
+        self._keeping.said(rank, incarnation, message)
+
+    def began(self, order: nodes.Peers) -> None:
+        """A generation begins."""
+        self._newest = order
+        self._offered.clear()
+        self._sources.clear()
+        self._neighbours.peers(order)
+        self._keeping.peers(order)
+
+    def copy_news(self, news: nodes.CopyNews) -> None:
+        """Something about copies, for whom it concerns."""
+        match news:
+            case nodes.Offered(to=to, take=take):
+                self._offered[take.rank, to] = news
+                self._neighbours.ask(to, take)
+            case nodes.Took(rank=rank, incarnation=incarnation, step=step):
+                self._home.tell(news)
+                secured = nodes.Secured(
+                    rank=rank, incarnation=incarnation, generation=news.generation, step=step
+                )
+                self._answer(rank, incarnation, secured)
+            case nodes.Untaken(rank=rank, incarnation=incarnation, step=step, text=text):
+                self._home.tell(news)
+                declined = peers.Declined(
+                    rank=rank,
+                    incarnation=incarnation,
+                    generation=news.generation,
+                    step=step,
+                    text=text,
+                )
+                self._answer(rank, incarnation, declined)
+            case _:
+                self._home.tell(news)
+
+    def _answer(self, rank: int, incarnation: int, answer: nodes.Secured | peers.Declined) -> None:
+        source = self._sources.pop((rank, incarnation), None)
+        if source is not None:  # else it was made here
+            self._neighbours.answer(source, answer)
+
+    def _on_kept(self, rank: int, incarnation: int, turn: int) -> None:
+        self._home.send(rank, incarnation, Kept(turn=turn))
+
+    # ------------------------------------------------------------ what other nodes say
+
+    def joined(self, node: int) -> None:
+        """There is a connection to ask a node."""
+        self._keeping.joined(node)
+        for (_, to), offered in list(self._offered.items()):
+            if to == node:
+                self._neighbours.ask(node, offered.take)
+
+    def lost(self, node: int) -> None:
+        """There is none any more."""
+        self._keeping.lost(node)
+
+    def unreached(self, node: int, why: str) -> None:
+        """There is none, and one is needed."""
+        text = f"it can't reach node {node}: {why}"
+        order = self._newest
+        if order is not None and order.guardian == node:
+            text += (
+                ". What belongs to its ranks alone is kept on no second node meanwhile: should "
+                "this node be lost now, a step may not be done again exactly"
+            )
+            self._keeping.peers(msgspec.structs.replace(order, guardian=NOBODY))
+        self._home.note(f"unreached-{node}", text)
+
+    def asked(self, node: int, message: peers.ToPeer) -> None:
+        """A node asks something of this one."""
+        match message:
+            case peers.Deposit() | peers.Withdrawn():
+                self._keeping.asked(node, message)
+            case nodes.Take(rank=rank, incarnation=incarnation):
+                self._sources[rank, incarnation] = node
+                self._home.obey(message)
+
+    def answered(self, node: int, message: peers.FromPeer) -> None:
+        """A node answers."""
+        match message:
+            case peers.Deposited():
+                self._keeping.answered(node, message)
+            case nodes.Secured() | peers.Declined():
+                self._offered.pop((message.rank, node), None)
+                self._home.obey(
+                    nodes.Secured(
+                        rank=message.rank,
+                        incarnation=message.incarnation,
+                        generation=message.generation,
+                        step=message.step,
+                    )
+                )
+
+
+def events_for(
+    peering: Callable[[], Peering | None], on_refused: Callable[[str, str], None]
+) -> Events:
+    """What neighbours tell, for the peering of the present tenure, if there is one."""
+
+    def tell(do: Callable[[Peering], None]) -> None:
+        current = peering()
+        if current is not None:
+            do(current)
+
+    return Events(
+        on_joined=lambda node: tell(lambda p: p.joined(node)),
+        on_lost=lambda node, _: tell(lambda p: p.lost(node)),
+        on_unreached=lambda node, why: tell(lambda p: p.unreached(node, why)),
+        on_asked=lambda node, message: tell(lambda p: p.asked(node, message)),
+        on_answered=lambda node, message: tell(lambda p: p.answered(node, message)),
+        on_refused=on_refused,
+    )

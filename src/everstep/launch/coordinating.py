@@ -1,0 +1,376 @@
+"""The coordinator of a job on nodes, in a process of its own.
+
+Theory of operation. A job's coordinators follow one another. Each takes the job's lease, and with
+it a term; goes on with the run's directory; listens; and begins the job, or takes it over from the
+agents that come back to it. Three things end it. The job ends: all nodes are told, and the journal
+is closed. It is asked to leave the job alone: it hangs up, and the steps go on without it. It loses
+the lease: then it writes and says nothing more, since another one may act.
+
+Two ways lead here. `everstep coordinator` runs one in the foreground, on any host; whoever started
+it (a person, systemd, Kubernetes) starts it again. `everstep run` starts one below itself
+(coordinator_process.py), and starts it again by itself (supervisor.py).
+
+It does not know what is decided about the job (core), nor who starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from everstep.agent import clocks, identity
+from everstep.agent.fleet import Fleet
+from everstep.agent.node import failures_go_to
+from everstep.agent.preflight import Plan
+from everstep.agent.remote import Registry
+from everstep.agent.workers import free_port
+from everstep.agent.zygote import ZygotePlan
+from everstep.core.actions import End
+from everstep.core.coordinator import Coordinator
+from everstep.core.nodes import Layout
+from everstep.core.past import Past, recall
+from everstep.errors import EverstepError, TransientError, UserError
+from everstep.launch.job import (
+    LEASE_LOST_EXIT_CODE,
+    LOOPBACK,
+    JobResult,
+    ending_by_signals,
+    hash_seed,
+    node_settings,
+    policy,
+    run_directory,
+    started_fields,
+)
+from everstep.launch.lease import Tenancy, make_lease
+from everstep.observe.journal import records_of
+from everstep.observe.rundir import RunDirectory, make_run_directory
+from everstep.observe.view import View
+from everstep.settings import RunSettings, endpoint, secret_of
+from everstep.types import Record
+from everstep.wire.ports import ports_of
+
+
+class DeposedError(TransientError):
+    """The lease is lost: this process may not act for the job any more."""
+
+    exit_code = LEASE_LOST_EXIT_CODE
+
+
+class LeftError(TransientError):
+    """The coordinator was asked to leave the job alone."""
+
+
+def run_coordinator(settings: RunSettings, view: View) -> JobResult:
+    """Coordinate the job of `settings` in this process; take it over if its run's directory says
+    that it runs. Main thread; blocks until the job is over.
+
+    SIGINT asks for the job's end, and a second time, at once. At SIGTERM and SIGHUP the coordinator
+    ends, and the job goes on without it. Raises UserError for what must be changed, LeftError and
+    DeposedError when the job goes on without this process, EverstepError for what broke it.
+    """
+    return asyncio.run(_in_foreground(settings, view))
+
+
+async def _in_foreground(settings: RunSettings, view: View) -> JobResult:
+    journal = run_directory(settings) / "journal.jsonl"
+    if journal.exists() and recall(records_of(journal)).ended is not None:
+        raise UserError(
+            f"{journal.parent}: this run is over, and a run never writes over another's journal; "
+            "choose another --run-id"
+        )
+    coordinating = Coordinating(
+        settings,
+        view,
+        ZygotePlan(),
+        os.environ,
+        resume=True,
+        wait_s=math.inf if settings.coordinator_lease else 0.0,
+    )
+
+    def asked(number: int) -> None:
+        if number == signal.SIGINT:
+            coordinating.stop_asked(number)
+        else:
+            coordinating.leave(number)
+
+    with ending_by_signals(asked):
+        end = await coordinating.run()
+    return JobResult(
+        exit_code=end.exit_code, run_dir=journal.parent, journal=journal, text=end.text
+    )
+
+
+class Coordinating:
+    """One coordinator of the job of `settings`, from the lease to its end. `resume`: the run's
+    directory may be there. `wait_s`: how long it waits for the lease. Loop thread only."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        view: View,
+        plan: ZygotePlan,
+        environ: Mapping[str, str],
+        *,
+        resume: bool,
+        wait_s: float,
+    ) -> None:
+        self._settings = settings
+        self._view = view
+        self._plan = plan
+        self._environ = environ
+        self._resume = resume
+        self._wait_s = wait_s
+        self._run_dir = run_directory(settings)
+        self._host = ""
+        self._fleet: Fleet | None = None
+        self._asked: list[int] = []  # by which signals, before there was a fleet to be told
+        # What ends this coordinator, if it is neither the job nor the lease.
+        self._cut: asyncio.Future[End | BaseException] = asyncio.get_running_loop().create_future()
+
+    # ------------------------------------------------------------ what may come at any time
+
+    def stop_asked(self, number: int) -> None:
+        """Signal `number` asks for the job's end: the first time in order, the second time at
+        once."""
+        if self._fleet is not None:
+            self._fleet.stop_asked(number)
+        elif self._resume and math.isfinite(self._wait_s):
+            self._asked.append(number)  # the job runs, and will be ours to end
+        else:
+            text = f"asked to end by {signal.Signals(number).name} before any worker was started"
+            self._cut_by(End(exit_code=128 + number, text=text))
+
+    def leave(self, number: int) -> None:
+        """Signal `number` asks this process to end, and to leave the job alone."""
+        error = LeftError(
+            f"the coordinator was asked to leave by {signal.Signals(number).name}; the job goes "
+            f"on, and waits {self._settings.coordinator_timeout_s:g} s for another one"
+        )
+        error.exit_code = 128 + number
+        self._cut_by(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Something went wrong that is not a failure of the job's."""
+        if self._fleet is not None:
+            self._fleet.failed(error)
+        else:
+            self._cut_by(error)
+
+    def _cut_by(self, what: End | BaseException) -> None:
+        if not self._cut.done():
+            self._cut.set_result(what)
+
+    def _result_of_cut(self) -> End:
+        cut = self._cut.result()
+        if isinstance(cut, End):
+            return cut
+        raise cut
+
+    # ------------------------------------------------------------ from the lease to the end
+
+    async def run(self) -> End:
+        """Coordinate until the job is over, and all nodes know it. Main thread.
+
+        Raises DeposedError and LeftError when this process has no part in the job any more, while
+        the job goes on; UserError for what must be changed; EverstepError for what broke it.
+        """
+        failures_go_to(self.failed)
+        self._host = _meeting_host(self._settings)
+        make_run_directory(self._run_dir, resume=self._resume)
+        tenancy = await self._unless_cut(self._acquire())
+        if tenancy is None:
+            return self._result_of_cut()
+        try:
+            return await self._hold(tenancy)
+        finally:
+            await tenancy.release()
+
+    async def _acquire(self) -> Tenancy:
+        settings, journal = self._settings, self._run_dir / "journal.jsonl"
+        known = recall(records_of(journal)).term if journal.exists() else -1
+        lease = make_lease(
+            settings.coordinator_lease, settings.run_id, self._run_dir, settings.lease_s
+        )
+        return await lease.acquire(self._wait_s, known_term=known)
+
+    async def _unless_cut(self, acquiring: Coroutine[Any, Any, Tenancy]) -> Tenancy | None:
+        task = asyncio.ensure_future(acquiring)
+        ends: set[asyncio.Future[Any]] = {task, self._cut}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return None
+
+    async def _hold(self, tenancy: Tenancy) -> End:
+        """Coordinate while the lease holds. Whatever ends this, the run's directory is left as who
+        comes next needs it."""
+
+        def guard() -> None:
+            if not tenancy.holds:
+                raise _deposed(tenancy)
+
+        directory = RunDirectory(
+            self._run_dir,
+            run_id=self._settings.run_id,
+            recorded=self._settings.record,
+            resume=True,
+            guard=guard,
+        )
+        over = False
+        try:
+            past = recall(records_of(directory.journal.path))
+            if past.ended is None:
+                end = await self._coordinate(tenancy, directory, past)
+            else:  # the one before was killed when all was said
+                end = End(exit_code=past.ended["exit_code"], text=past.ended["text"])
+            over = True
+        finally:
+            if over:
+                directory.close()
+            else:
+                directory.leave()
+        return end
+
+    async def _coordinate(self, tenancy: Tenancy, directory: RunDirectory, past: Past) -> End:
+        settings = self._settings
+        _refuse_another_job(settings, past, directory.path)
+        started = past.started or {}
+        seed = started.get("hash_seed") or hash_seed(self._environ, settings.run_id)
+        master_port = started.get("master_port") or settings.master_port or free_port()
+        layout = Layout(
+            nproc_per_node=settings.nproc_per_node, nnodes=settings.slots, spares=settings.spares
+        )
+        fleet = Fleet(
+            settings=settings,
+            core=Coordinator(settings.world_size, policy(settings), layout),
+            directory=directory,
+            view=self._view,
+            master=(self._host, master_port),
+        )
+        versions = identity.versions()
+        registry = Registry(
+            fleet,
+            host=self._host,
+            ports=self._ports(past),
+            secret=secret_of(self._environ),
+            lease_s=settings.lease_s,
+            settings=node_settings(settings, seed, self._plan),
+            versions=versions,
+            script_digest=identity.script_digest(settings.script),
+            nproc_per_node=settings.nproc_per_node,
+            must_start=not settings.coordinator,
+            term=tenancy.term,
+            preflight=Plan(
+                needed=settings.slots,
+                ports=settings.ports,
+                within_s=settings.preflight_s,
+            ),
+        )
+        try:
+            self._fleet = fleet
+            if past.started is None:
+                self._view.record(directory.journal.header)
+            fleet.record(_coordinator_started(tenancy.term, past))
+            if past.started is None:
+                fields = started_fields(settings, versions["torch"], seed, master_port)
+                fleet.record(Record(event="job_started", fields=fields))
+            listens = {"host": self._host, "port": registry.port}
+            fleet.record(Record(event="listening", fields=listens))
+            if past.started is None and tenancy.term == 0:
+                fleet.start()
+            else:
+                fleet.resume(past.resumed(tenancy.term), past.fired)
+            for number in self._asked:
+                fleet.stop_asked(number)
+            return await self._until_over(fleet, tenancy, registry.port)
+        finally:
+            registry.close()
+
+    async def _until_over(self, fleet: Fleet, tenancy: Tenancy, port: int) -> End:
+        """Wait for the job's end, and have all nodes end it."""
+        goes_on = False
+        try:
+            await tenancy.publish(self._host, port)
+            ends: set[asyncio.Future[Any]] = {fleet.ended, tenancy.lost, self._cut}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not tenancy.holds:
+                raise _deposed(tenancy)
+            return fleet.ended.result() if fleet.ended.done() else self._result_of_cut()
+        except (DeposedError, LeftError) as error:
+            goes_on = True
+            if isinstance(error, LeftError):
+                fields = {"term": tenancy.term, "text": str(error)}
+                fleet.record(Record(event="coordinator_left", fields=fields))
+            raise
+        except EverstepError as error:
+            fields = {"exit_code": error.exit_code, "text": str(error), "cause": None}
+            fleet.record(Record(event="job_ended", fields=fields))
+            raise
+        finally:
+            if goes_on:
+                fleet.leave()
+            else:
+                await fleet.close()
+
+    def _ports(self, past: Past) -> Sequence[int]:
+        """Where it may listen: where agents look for it."""
+        if self._settings.coordinator:
+            return [endpoint(self._settings.coordinator)[1]]
+        if past.listening is not None:
+            return [past.listening["port"]]
+        return ports_of(self._settings.ports)
+
+
+def _meeting_host(settings: RunSettings) -> str:
+    """The numeric address at which the coordinator listens, and MASTER_ADDR of the script."""
+    if not settings.coordinator:
+        return LOOPBACK
+    return identity.numeric(endpoint(settings.coordinator)[0], alone=settings.nnodes == 1)
+
+
+def _deposed(tenancy: Tenancy) -> DeposedError:
+    why = tenancy.lost.result() if tenancy.lost.done() else "it has run out"
+    return DeposedError(
+        f"the coordinator of term {tenancy.term} has lost its lease: {why}. The job goes on, and "
+        "another coordinator may take it over; this one can be started again to stand by"
+    )
+
+
+def _refuse_another_job(settings: RunSettings, past: Past, path: Path) -> None:
+    """Raise UserError if the run in `path` is not the one of `settings`."""
+    if past.started is None:
+        return
+    wanted: dict[str, Any] = {
+        "script": settings.script.target,
+        "args": list(settings.script.args),
+        "world_size": settings.world_size,
+        "chaos": [spec.text for spec in settings.chaos],
+    }
+    for what, value in wanted.items():
+        if past.started[what] != value:
+            raise UserError(
+                f"{path}: the run there is another job: its {what} is {past.started[what]!r}, not "
+                f"{value!r}; start its coordinator with the same command, or choose another "
+                "--run-id"
+            )
+
+
+def _coordinator_started(term: int, past: Past) -> Record:
+    fields = {
+        "term": term,
+        "step": past.recorded,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "boot_id": clocks.boot_id(),
+        "wall_time": time.time(),
+    }
+    return Record(event="coordinator_started", fields=fields)

@@ -1,0 +1,378 @@
+"""Jobs on hosts between which the network fails: dead hosts, pulled cables, one-way drops, halves,
+losses, names and ports that are wrong. What each cell gives is written in docs/design/nodes.md.
+
+Three nodes and a spare, each on a host of its own, and the coordinator on another (netlab.py). Each
+rank writes on its own host what every step returned (scripts/witness.py), so all sides of a cut can
+be heard afterwards: no step was committed on a side that the others know nothing of, and every
+value is that of a run in which nothing failed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.joblab import SCRIPTS, run_script
+from tests.integration.netlab import NET, Lab, Rules, apart
+from tests.integration.test_agent import ROOT, read_lines
+
+from everstep.agent import processes
+from everstep.wire.secret import make_secret
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.apt("ip", "unshare")]
+HEAD = "head"
+OTHERS = ("ada", "bob", "cyd")
+NODES = 3
+PORT = 29400
+STEPS = 200
+PATIENCE_S = 60.0
+Values = dict[tuple[int, int], str]  # by rank and step
+PACE_S = 0.15
+SETTINGS: dict[str, object] = {
+    "lease_s": 1.0,
+    "build_timeout_s": 1,
+    "collective_timeout_s": 2,
+    "spare_wait_s": 40,
+    "coordinator_timeout_s": 40,
+    "grace_s": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Values:
+    """What each rank's steps return where nothing fails: on one node, without a network."""
+    folder = tmp_path_factory.mktemp("clean")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WITNESS", str(folder))
+        args = ("--steps", str(STEPS))
+        result = run_script(folder / "runs", *args, script=SCRIPTS / "witness.py", nproc=NODES)
+    assert (result.exit_code, result.of("incident_opened")) == (0, []), result.text
+    values: Values = {}
+    for path in folder.glob("*.*[0-9]"):
+        values |= told_in(path)[1]
+    assert len(values) == NODES * STEPS
+    return values
+
+
+def told_in(path: Path) -> tuple[int, Values]:
+    """What an incarnation wrote down: its number, and the values."""
+    rank, incarnation = map(int, path.name.split("."))
+    values: Values = {}
+    for line in path.read_text().splitlines():
+        step, _, value = line.partition(" ")
+        values[rank, int(step)] = value
+    return incarnation, values
+
+
+class Job:
+    """One job in the laboratory."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self._secret = make_secret().reveal()
+        self._hurry = lab.folder / "hurry"
+
+    def start(
+        self,
+        *hosts: str,
+        steps: int = STEPS,
+        pace_s: float = PACE_S,
+        at: str = "",
+        **settings: object,
+    ) -> None:
+        """Start the job on hosts, the same command on each. `at`: how they call the coordinator's.
+        `settings`: other ones than these tests have."""
+        given = {**SETTINGS, **settings}
+        for host in hosts:
+            witness = self.lab.folder / f"witness-{host}"
+            witness.mkdir()
+            command = [sys.executable, "-m", "everstep.cli", "run", "--nnodes", str(NODES)]
+            command += ["--coordinator", f"{at or self.lab.address(HEAD)}:{PORT}"]
+            command += ["--run-id", "job", "--log-dir", str(self.lab.folder / f"runs-{host}")]
+            command += [str(SCRIPTS / "witness.py"), "--steps", str(steps)]
+            command += ["--pace", str(pace_s), "--hurry", str(self._hurry)]
+            environ = {
+                **os.environ,
+                **{f"EVERSTEP_{name.upper()}": str(value) for name, value in given.items()},
+                "PYTHONPATH": str(ROOT / "src"),
+                "EVERSTEP_SECRET": self._secret,
+                "WITNESS": str(witness),
+            }
+            self.lab.start(host, command, environ)
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The records of one event in the coordinator's journal."""
+        path = self.lab.folder / f"runs-{HEAD}" / "job" / "journal.jsonl"
+        records = read_lines(path) if path.exists() else []
+        return [record for record in records if record["event"] == event]
+
+    def until(self, true: Callable[[], Any], what: str) -> None:
+        """Look until it is true. Fails after a minute, with what the hosts said."""
+        end_s = time.monotonic() + PATIENCE_S
+        while not true():
+            assert time.monotonic() < end_s, f"never came: {what}\n{self.story()}"
+            time.sleep(0.05)
+
+    def story(self) -> str:
+        """What every host printed."""
+        logs = (self.lab.log(host) for host in self.lab.hosts)
+        return "\n".join(f"== {log.stem}\n{log.read_text()[-3000:]}" for log in logs if log.exists())
+
+    def wait(self, host: str) -> int:
+        """The exit code of a host's command."""
+        return self.lab.processes[host].wait(PATIENCE_S)
+
+    def hurry(self) -> None:
+        """Steps take no longer than they must, from now on."""
+        self._hurry.touch()
+
+    # ------------------------------------------------------------ who is where
+
+    def host_of(self, node: int) -> str:
+        (address,) = (r["address"] for r in self.of("node_registered") if r["node"] == node)
+        return next(host for host in self.lab.hosts if self.lab.address(host) == address)
+
+    def trains(self, nodes: int = NODES + 1) -> None:
+        """Wait until some steps are done and `nodes` nodes are there."""
+        self.until(lambda: len(self.living()) == nodes, f"{nodes} nodes")
+        self.until(lambda: len(self.of("step")) > 3, "steps")
+
+    def living(self) -> set[int]:
+        """The nodes that have joined and are not lost."""
+        lost = {record["node"] for record in self.of("node_lost")}
+        return {record["node"] for record in self.of("node_joined")} - lost
+
+    def places(self) -> tuple[list[str], list[str]]:
+        """The hosts of the slots, those at last that are not the head, and those of the spares."""
+        holders = dict(enumerate(self.of("gathered")[0]["nodes"]))
+        for record in self.of("node_replaced"):
+            holders[record["slot"]] = record["node"]
+        slots = [self.host_of(node) for node in holders.values()]
+        spares = [self.host_of(node) for node in self.living() - set(holders.values())]
+        return sorted(slots, key=lambda host: host != HEAD), spares
+
+    def workers_on(self, host: str) -> list[int]:
+        """Process ids of the workers that were started on a host."""
+        nodes = {r["node"] for r in self.of("node_registered") if self.host_of(r["node"]) == host}
+        born = {(r["rank"], r["incarnation"]) for r in self.of("spawned") if r["node"] in nodes}
+        return [r["pid"] for r in self.of("started") if (r["rank"], r["incarnation"]) in born]
+
+    # ------------------------------------------------------------ what came out
+
+    def assert_one_history(self, clean: Values, steps: int = STEPS) -> None:
+        """All that any process on any host has committed is of the one clean run, and no process
+        that was replaced went beyond where its successor began."""
+        by_rank: dict[int, list[tuple[int, Values]]] = {rank: [] for rank in range(NODES)}
+        for path in self.lab.folder.glob("witness-*/*"):
+            incarnation, values = told_in(path)
+            for key, value in values.items():
+                assert clean[key] == value, f"rank {key[0]}, step {key[1]} in {path}"
+            if values:
+                by_rank[next(iter(values))[0]].append((incarnation, values))
+        for rank, tenures in by_rank.items():
+            tenures.sort(key=lambda tenure: tenure[0])
+            for (_, before), (_, after) in zip(tenures, tenures[1:], strict=False):
+                last, first = max(step for _, step in before), min(step for _, step in after)
+                assert last <= first <= last + 1, f"rank {rank} committed {last}, then {first}"
+            reached = {step for _, values in tenures for _, step in values}
+            assert reached == set(range(1, steps + 1)), f"rank {rank}"
+
+    def incidents(self) -> list[tuple[str, int]]:
+        return [(r["rung"], r["steps_lost"]) for r in self.of("incident_closed")]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Lab(tmp_path, (HEAD, *OTHERS)) as lab:
+        yield Job(lab)
+
+
+# -------------------------------------------------------------------- cuts under a running job
+
+Cut = Callable[[Lab, list[str], list[str]], Rules]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One cell of the matrix. `cut(lab, slots, spares)`: does what happens, and returns the rules
+    from then on. `lost`: how many nodes that hold slots are replaced; 0: the job goes on with all.
+    `waits`: there is nobody for that before the network is well again. `for_s`: how long it lasts
+    at least; else until the job goes on, or waits. `heals`: the network is well again afterwards.
+    `rung`: of the incident, "": there is none."""
+
+    cut: Cut
+    lost: int = 1
+    waits: bool = False
+    for_s: float = 0.0
+    heals: bool = True
+    rung: str = "replace"
+
+
+def power_cut(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    """Nothing of its end reaches anybody."""
+    lab.rules(rules := no_cable(lab, slots, spares))
+    lab.power_off(slots[-1])
+    return rules
+
+
+def no_cable(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    return Rules(unplugged=lab.numbers(slots[-1]))
+
+
+def deaf(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    """A host hears nothing of the coordinator, which hears it."""
+    return Rules(dropped=[(lab.number(HEAD), lab.number(slots[-1]))])
+
+
+def mute(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    """The coordinator hears nothing of a host, which hears it."""
+    return Rules(dropped=[(lab.number(slots[-1]), lab.number(HEAD))])
+
+
+def pair(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    """Two nodes do not reach each other; all else is well."""
+    one, other = lab.numbers(*slots[-2:])
+    return Rules(dropped=[(one, other), (other, one)])
+
+
+def half_pair(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    """A node does not hear another; all else is well."""
+    one, other = lab.numbers(*slots[-2:])
+    return Rules(dropped=[(one, other)])
+
+
+def majority_with_head(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    return apart(lab.numbers(HEAD, slots[0], *spares), lab.numbers(*slots[1:]))
+
+
+def minority_with_head(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    return apart(lab.numbers(HEAD, slots[0]), lab.numbers(*slots[1:], *spares))
+
+
+def half_without_the_spare(lab: Lab, slots: list[str], spares: list[str]) -> Rules:
+    return apart(lab.numbers(HEAD, *slots[:2]), lab.numbers(slots[2], *spares))
+
+
+TOURS = {
+    "one-way": {"mute": Cell(cut=mute), "deaf": Cell(cut=deaf)},
+    "one-host": {
+        "no cable": Cell(cut=no_cable),
+        "power cut": Cell(cut=power_cut, heals=False),
+    },
+    "between-two": {
+        "a moment": Cell(cut=pair, lost=0, for_s=0.7, rung=""),
+        "a while": Cell(cut=pair, lost=0, for_s=4.0, rung="retry"),
+        "a while, one way": Cell(cut=half_pair, lost=0, for_s=4.0, rung="retry"),
+    },
+    "sides": {
+        "majority with head": Cell(cut=majority_with_head, lost=2, waits=True),
+        "minority with head": Cell(cut=minority_with_head, lost=2, waits=True),
+        "halves": Cell(cut=half_without_the_spare, waits=True),
+    },
+}
+
+
+@pytest.mark.parametrize("tour", TOURS)
+def test_cuts(job: Job, clean: Values, tour: str) -> None:
+    """The cells of a tour fall on one job, one after the other: after each it has all its nodes."""
+    job.start(HEAD, *OTHERS)
+    job.trains()
+    for name, cell in TOURS[tour].items():
+        fall(job, name, cell)
+    job.hurry()
+    assert job.wait(HEAD) == 0, job.story()
+    job.assert_one_history(clean)
+
+
+def fall(job: Job, name: str, cell: Cell) -> None:
+    """One cell, on a job that is well."""
+    slots, spares = job.places()
+    before = {host: job.workers_on(host) for host in slots}
+    closed, lost = job.incidents(), len(job.of("node_lost"))
+    awaited, steps = len(job.of("node_awaited")), len(job.of("step"))
+    job.lab.rules(cell.cut(job.lab, slots, spares))
+    if cell.for_s:
+        time.sleep(cell.for_s)  # how long the fault lasts, not what is waited for
+        job.lab.rules()
+    if cell.waits:
+        job.until(lambda: len(job.of("node_awaited")) > awaited, f"{name}: the wait for a node")
+        job.lab.rules()
+    expected = closed + ([(cell.rung, 0)] if cell.rung else [])
+    job.until(lambda: len(job.incidents()) == len(expected), f"{name}: the incident's end")
+    job.until(lambda: len(job.of("step")) > steps + 2, f"{name}: steps")
+    assert job.incidents() == expected, name
+    gone = {job.host_of(record["node"]) for record in job.of("node_lost")[lost:]}
+    assert len(gone.intersection(slots)) == cell.lost, name
+    if cell.heals:
+        job.lab.rules()
+        job.until(lambda: len(job.living()) == NODES + 1, f"{name}: all nodes")
+        pids = [pid for host in gone for pid in before.get(host, ())]
+        assert not any(processes.is_there(pid) for pid in pids), name
+
+
+# -------------------------------------------------------------------- a network that is never well
+
+
+def test_a_poor_line_is_only_slow(job: Job, clean: Values) -> None:
+    """One packet of twenty is lost, and each takes 50 ms."""
+    job.lab.rules(Rules(loss=0.05, delay_s=0.05, seed=7))
+    job.start(HEAD, *OTHERS, steps=12, pace_s=0, lease_s=2.0)
+    assert job.wait(HEAD) == 0, job.story()
+    assert job.of("incident_opened") == []
+    job.assert_one_history(clean, steps=12)
+
+
+def test_the_coordinators_name_comes_late(job: Job, clean: Values) -> None:
+    job.start(*OTHERS, steps=12, pace_s=0, at=HEAD)
+    job.start(HEAD, steps=12, pace_s=0, at=HEAD)
+    job.until(lambda: job.of("listening"), "a coordinator")
+    assert len(job.of("node_registered")) <= 1  # its own
+    for host in OTHERS:
+        job.lab.know(host, {HEAD: job.lab.address(HEAD)})
+    assert job.wait(HEAD) == 0, job.story()
+    job.assert_one_history(clean, steps=12)
+
+
+def test_hosts_that_are_wrong_about_themselves(job: Job, clean: Values) -> None:
+    """A name of its own that leads to the host itself, as Debian has it, or nowhere."""
+    job.lab.know("ada", {"ada": "127.0.1.1"})
+    job.lab.know("bob", {"bob": f"{NET}.99"})
+    job.lab.know("cyd", {"cyd": job.lab.address("bob")})
+    job.start(HEAD, *OTHERS, steps=12, pace_s=0)
+    assert job.wait(HEAD) == 0, job.story()
+    assert job.of("incident_opened") == []
+    for record in job.of("node_registered"):
+        assert record["address"] == job.lab.address(record["host"])
+    job.assert_one_history(clean, steps=12)
+
+
+def test_a_name_that_leads_to_the_host_itself_is_refused(job: Job) -> None:
+    """The coordinator would listen where nobody can come, and wait for all."""
+    job.lab.know(HEAD, {HEAD: "127.0.1.1"})
+    job.start(HEAD, at=HEAD)
+    assert job.wait(HEAD) == 2, job.story()
+    assert "127.0.1.1" in job.lab.log(HEAD).read_text()
+
+
+def test_a_closed_way_to_the_coordinator(job: Job, clean: Values) -> None:
+    """The host is not part of the job, and says why."""
+    job.lab.rules(Rules(closed=[(job.lab.number("bob"), job.lab.number(HEAD), PORT, PORT)]))
+    job.start(HEAD, *OTHERS, steps=12, pace_s=0, join_nodes_timeout_s=12)
+    assert job.wait(HEAD) == 0, job.story()
+    job.assert_one_history(clean, steps=12)
+    assert job.wait("bob") == 1
+    assert "no answer within 5 s" in job.lab.log("bob").read_text()
+
+
+def test_a_closed_way_between_two_nodes(job: Job) -> None:
+    """All that workers use is closed; what agents use is open."""
+    ways = [(a, b) for a in range(4) for b in range(4) if a != b]
+    job.lab.rules(Rules(closed=[(a, b, 30_000, 65_535) for a, b in ways]))
+    job.start(HEAD, *OTHERS, steps=12, pace_s=0)
+    assert job.wait(HEAD) == 1, job.story()
+    print(job.story())
