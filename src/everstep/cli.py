@@ -18,11 +18,13 @@ from everstep import __version__
 from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
+    from everstep.agent.tenure import Where
+    from everstep.launch.client import Contact
     from everstep.launch.job import JobResult
+    from everstep.launch.lease import Finder
     from everstep.observe.view import View
     from everstep.settings import RunSettings, Source
     from everstep.wire.messages import ScriptSpec
-    from everstep.wire.secret import Secret
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -84,6 +86,16 @@ def _run_options(command: Command) -> Command:
             "--interface",
             metavar="IF",
             help="Network interface of this host's workers. [that which leads to HOST]",
+        ),
+        click.option(
+            "--ports",
+            metavar="FIRST-LAST",
+            help="TCP ports at which everstep listens on this host. [any free ones]",
+        ),
+        click.option(
+            "--recovery-bandwidth",
+            metavar="RATE",
+            help="Most that copies may take of a node's network, like 2GiB/s. [0: no limit]",
         ),
         click.option(
             "--spares", type=int, metavar="N", help="Nodes beyond those, to replace lost ones. [0]"
@@ -241,9 +253,13 @@ def coordinator(**options: Any) -> None:
 @main.command()
 @click.option(
     "--coordinator",
-    required=True,
     metavar="HOST:PORT",
     help="Where the job's coordinator listens; [::1]:PORT for IPv6.",
+)
+@click.option(
+    "--run-id",
+    metavar="NAME",
+    help="Name of the run, where the setting coordinator_lease names what finds it.",
 )
 @click.option("--name", metavar="NAME", help="Of this agent, no other's. [host and process id]")
 @click.option("--host", metavar="NAME", help="Of this machine, as the job names it. [its own]")
@@ -254,6 +270,9 @@ def coordinator(**options: Any) -> None:
     help="Network interface of its workers. [that which leads to the coordinator]",
 )
 @click.option(
+    "--ports", metavar="FIRST-LAST", help="TCP ports at which it listens. [any free ones]"
+)
+@click.option(
     "--grace-s",
     type=float,
     metavar="S",
@@ -261,11 +280,13 @@ def coordinator(**options: Any) -> None:
 )
 @click.option("--config", metavar="FILE", help="Settings file. [everstep.toml, if there]")
 def agent(
-    coordinator: str,
+    coordinator: str | None,
+    run_id: str | None,
     name: str | None,
     host: str | None,
     domain: str | None,
     interface: str | None,
+    ports: str | None,
     grace_s: float | None,
     config: str | None,
 ) -> None:
@@ -277,8 +298,10 @@ def agent(
 
     options = {
         "coordinator": coordinator,
+        "run_id": run_id,
         "domain": domain,
         "interface": interface,
+        "ports": ports,
         "grace_s": grace_s,
     }
     file = Path(config) if config else None
@@ -286,16 +309,34 @@ def agent(
     sys.exit(_be_agent(settings, name, host))
 
 
+def _where(finder: Finder) -> Where:
+    """What an agent asks of it."""
+
+    async def where() -> tuple[str, int, int] | None:
+        place = await finder.where()
+        return None if place is None else (place.host, place.port, place.term)
+
+    return where
+
+
 def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
     import socket
 
     from everstep.agent.agent import run_agent
     from everstep.agent.tenure import AgentSettings
+    from everstep.launch.lease import make_finder
     from everstep.settings import endpoint, secret_of, without_secret
 
+    finder = make_finder(settings.coordinator_lease, settings.run_id, settings.lease_s)
+    if finder is None and not settings.coordinator:
+        raise UserError(
+            "an agent must know where its coordinator is: give --coordinator HOST:PORT, or "
+            "--run-id where the setting coordinator_lease names what finds it"
+        )
     machine = host or socket.gethostname()
     wanted = AgentSettings(
-        coordinator=endpoint(settings.coordinator),
+        coordinator=endpoint(settings.coordinator) if settings.coordinator else ("", 0),
+        where=None if finder is None else _where(finder),
         name=name or f"{machine}-{os.getpid()}",
         host=machine,
         domain=settings.domain,
@@ -331,6 +372,11 @@ def _client_options(command: Command) -> Command:
             help="Where the job's coordinator listens; [::1]:PORT for IPv6.",
         ),
         click.option(
+            "--run-id",
+            metavar="NAME",
+            help="Name of the run, where the setting coordinator_lease names what finds it.",
+        ),
+        click.option(
             "--timeout",
             "timeout_s",
             type=click.FloatRange(min=0, min_open=True),
@@ -348,7 +394,13 @@ def _client_options(command: Command) -> Command:
 @_client_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.argument("run_dir", metavar="[RUN_DIR]", required=False, type=click.Path(path_type=Path))
-def status(coordinator: str | None, timeout_s: float, as_json: bool, run_dir: Path | None) -> None:
+def status(
+    coordinator: str | None,
+    run_id: str | None,
+    timeout_s: float,
+    as_json: bool,
+    run_dir: Path | None,
+) -> None:
     """Print what a job is doing: asked of its coordinator, or read from the journal in RUN_DIR.
 
     To ask, the job's secret must be in EVERSTEP_SECRET, or in the file that EVERSTEP_SECRET_FILE
@@ -363,8 +415,8 @@ def status(coordinator: str | None, timeout_s: float, as_json: bool, run_dir: Pa
     if run_dir is None:
         from everstep.launch.client import ask_status
 
-        found = ask_status(*_job_of(coordinator), timeout_s, _say)
-    elif coordinator:
+        found = ask_status(_contact(coordinator, run_id, timeout_s))
+    elif coordinator or run_id:
         raise UserError("a job is asked, or its journal read: give --coordinator or RUN_DIR")
     else:
         found = status_of_run(run_dir)
@@ -374,7 +426,10 @@ def status(coordinator: str | None, timeout_s: float, as_json: bool, run_dir: Pa
     else:
         show(found, Screen(sys.stdout, resolve({}, os.environ, only=["color"])[0].color))
     if gone:
-        _say("its journal has no end, and nobody on this machine writes it: the job was killed")
+        _say(
+            "its journal has no end, and nobody on this machine writes it: what wrote it was "
+            "killed, or is on another host"
+        )
         sys.exit(3)
 
 
@@ -385,6 +440,7 @@ def status(coordinator: str | None, timeout_s: float, as_json: bool, run_dir: Pa
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is printed from now on.")
 def logs(
     coordinator: str | None,
+    run_id: str | None,
     timeout_s: float,
     ranks: tuple[int, ...],
     tail: int | None,
@@ -399,11 +455,11 @@ def logs(
     from everstep.settings import resolve
     from everstep.wire.clients import AskLogs
 
-    where, secret = _job_of(coordinator)
+    contact = _contact(coordinator, run_id, timeout_s)
     printer = LinePrinter(resolve({}, os.environ, only=["color"])[0].color)
     asked = AskLogs(ranks=ranks, follow=follow, tail=-1 if tail is None else tail)
     try:
-        read_logs(where, secret, timeout_s, asked, printer, _say)
+        read_logs(contact, asked, printer)
     except KeyboardInterrupt:
         # Not by way of the interpreter's end, at which a write that hangs would hold us up.
         os._exit(130)
@@ -412,23 +468,41 @@ def logs(
 @main.command()
 @_client_options
 @click.option("--now", is_flag=True, help="Do not wait for the workers, as a second Ctrl-C.")
-def stop(coordinator: str | None, timeout_s: float, now: bool) -> None:
+def stop(coordinator: str | None, run_id: str | None, timeout_s: float, now: bool) -> None:
     """End a running job, as Ctrl-C would, and wait until it has ended.
 
     Its workers get SIGTERM, and SIGKILL after the job's grace_s."""
     from everstep.launch.client import stop_job
 
-    stop_job(*_job_of(coordinator), timeout_s, _say, now=now)
+    stop_job(_contact(coordinator, run_id, timeout_s), now=now)
 
 
-def _job_of(coordinator: str | None) -> tuple[tuple[str, int], Secret]:
-    """Where a job's coordinator listens, and the job's secret."""
-    from everstep.settings import endpoint, resolve, secret_of
+def _contact(coordinator: str | None, run_id: str | None, timeout_s: float) -> Contact:
+    """How a running job is reached."""
+    from functools import partial
 
-    given, _ = resolve({"coordinator": coordinator}, os.environ, only=["coordinator"])
-    if not given.coordinator:
-        raise UserError("which job? give --coordinator HOST:PORT, where its coordinator listens")
-    return endpoint(given.coordinator), secret_of(os.environ)
+    from everstep.launch.client import Contact
+    from everstep.launch.lease import found, make_finder
+    from everstep.settings import SourceKind, endpoint, resolve, secret_of
+
+    options = {"coordinator": coordinator, "run_id": run_id}
+    names = ["coordinator", "coordinator_lease", "run_id", "lease_s"]
+    given, sources = resolve(options, os.environ, only=names)
+    finder = None
+    if not coordinator and sources["run_id"].kind is not SourceKind.DEFAULT:
+        finder = make_finder(given.coordinator_lease, given.run_id, given.lease_s)
+    if finder is None and not given.coordinator:
+        raise UserError(
+            "which job? give --coordinator HOST:PORT, where its coordinator listens; or --run-id, "
+            "where the setting coordinator_lease names what finds it"
+        )
+    return Contact(
+        where=("", 0) if finder is not None else endpoint(given.coordinator),
+        secret=secret_of(os.environ),
+        timeout_s=timeout_s,
+        say=_say,
+        find=None if finder is None else partial(found, finder),
+    )
 
 
 def _say(text: str) -> None:
@@ -524,10 +598,12 @@ def _warn_of_slips(settings: RunSettings) -> None:
 
 def _coordinates(settings: RunSettings) -> bool:
     """Whether this is the command that coordinates: the first on the host at which all meet."""
-    from everstep.agent.identity import can_listen, numeric
+    from everstep.agent.identity import can_listen, has_address, numeric
     from everstep.settings import endpoint
 
     host, port = endpoint(settings.coordinator)
+    if not has_address(host):
+        return False  # not yet: the agent looks it up at each attempt
     return can_listen(numeric(host, alone=settings.nnodes == 1), port)
 
 

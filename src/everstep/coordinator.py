@@ -104,6 +104,10 @@ class Effects(Protocol):
         """Send a message. Nothing, if the worker is dead."""
         ...
 
+    def send_all(self, members: Iterable[Member], message: ToWorker) -> None:
+        """Send a message to several workers."""
+        ...
+
     def peers(self, guardians: Mapping[int, int | None]) -> None:
         """Tell the nodes that hold slots which these are, and of each its guardian."""
         ...
@@ -174,6 +178,7 @@ class CoordinatorShell:
         self._oldest_exchanged = 0
         self._groups: dict[int, tuple[tuple[str, int], ...]] = {}
         self._note_keys: set[str] = set()
+        self._notes: set[tuple[int, str, str]] = set()
         self._logged: dict[int, int] = {}
 
     # ------------------------------------------------------------ what comes in
@@ -322,8 +327,7 @@ class CoordinatorShell:
         answer = messages.Addresses(
             generation=address.generation, group=address.group, entries=exchange.entries
         )
-        for rank, incarnation in exchange.members.values():
-            self._effects.send(rank, incarnation, answer)
+        self._effects.send_all(exchange.members.values(), answer)
 
     def _with_faults(self, evidence: Iterable[Evidence]) -> tuple[Evidence, ...]:
         """With the fault on purpose that had fired on each rank, and when."""
@@ -362,6 +366,9 @@ class CoordinatorShell:
             self._effects.fall()
 
     def _note(self, rank: int, note: messages.Note) -> None:
+        if (rank, note.key, note.text) in self._notes:
+            return  # a rank may say the same in every step
+        self._notes.add((rank, note.key, note.text))
         shown = note.key not in self._note_keys
         self._note_keys.add(note.key)
         fields = {"key": note.key, "text": note.text, "rank": rank}
@@ -439,7 +446,7 @@ class CoordinatorShell:
                 self._effects.inspect()
             case actions.SendStop(generation=generation):
                 self._forget_exchanges(generation + 1)
-                self._send_all(action.to, messages.Stop(generation=generation))
+                self._effects.send_all(action.to, messages.Stop(generation=generation))
             case actions.SendPosition(step=step):
                 capsule, kept = self._kept.after(action.rank, step - 1)
                 position = messages.Position(step=step, capsule=capsule, kept=kept)
@@ -448,6 +455,9 @@ class CoordinatorShell:
                 self._send_regroup(action)
             case actions.SendPeers(guardians=guardians):
                 self._effects.peers(guardians)
+            case actions.Reclaim(turn=turn, nodes=asked):
+                # Agents are not asked yet: what they keep beside the lost node is not fetched.
+                self._events.extend(events.Reclaimed(node=node, turn=turn) for node in asked)
             case actions.SendKeepers(generation=generation, keepers=keepers, steps=steps):
                 self._effects.keepers(generation, keepers, steps)
             case actions.DropCopies(generation=generation, rank=rank, node=node):
@@ -457,9 +467,9 @@ class CoordinatorShell:
                     go = messages.Go(copies=bool(copied), copy=rank in copied, copy_every=every)
                     self._effects.send(rank, incarnation, go)
             case actions.SendClosed():
-                self._send_all(action.to, messages.Closed())
+                self._effects.send_all(action.to, messages.Closed())
             case actions.SendBye():
-                self._send_all(action.to, messages.Bye())
+                self._effects.send_all(action.to, messages.Bye())
             case actions.End():
                 self.stop()
                 self._effects.end(action)
@@ -467,10 +477,6 @@ class CoordinatorShell:
                 raise TypeError(
                     f"the core asked for {type(action).__name__}, which the shell cannot do"
                 )
-
-    def _send_all(self, to: Iterable[Member], message: ToWorker) -> None:
-        for rank, incarnation in to:
-            self._effects.send(rank, incarnation, message)
 
     def _send_regroup(self, action: actions.SendRegroup) -> None:
         self._forget_exchanges(action.generation)

@@ -81,8 +81,10 @@ class Belongings:
             if by >= incarnation or not _leaves_behind(capsule, other)
         }
         left[place] = incarnation, capsule
-        newest = sorted({step for step, _ in left})[-_CAPSULES_KEPT:]
-        self._capsules = {key: left[key] for key in sorted(left) if key[0] in newest}
+        steps = sorted({step for step, _ in left})
+        since = max(other.since for _, other in left.values() if other.step == steps[-1])
+        stay = {*steps[-_CAPSULES_KEPT:], *(step for step in steps if 0 <= since <= step)}
+        self._capsules = {key: left[key] for key in sorted(left) if key[0] in stay}
 
     def listed(self) -> list[tuple[int, Keepsake]]:
         """All of it: who said it, and what. Who takes it keeps the same."""

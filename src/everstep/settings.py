@@ -43,6 +43,8 @@ DEVICES = ("auto", "cpu", "cuda")
 OF_AGENTS = (
     "coordinator",
     "coordinator_lease",
+    "run_id",
+    "lease_s",
     "domain",
     "interface",
     "ports",

@@ -98,6 +98,9 @@ class Cause:
         return 1
 
 
+WHOLE = "all"
+"""The key of a part of the state that is all of it, where every rank holds all."""
+
 Position = tuple[int, int]
 """Where a rank stands: (steps committed, sections done after the last of them). Ordered as
 pairs."""
@@ -117,7 +120,7 @@ class Holding:
     committed: int
     torn: bool = False
     can_advance: bool = False
-    shard: str = "all"
+    shard: str = WHOLE
     sections: int = 0
     in_section: bool = False
 

@@ -38,6 +38,7 @@ _MTU = 1500
 _TUNSETIFF, _TUNSETCARRIER = 0x400454CA, 0x400454E2
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _TCP = 6
+_SYN, _ACK = 0x02, 0x10
 _MOST_HELD = 20_000  # packets; beyond, the switch drops them, as a real one would
 _READS = 64  # of one host, before the next has its turn
 _PATIENCE_S = 20.0
@@ -52,8 +53,8 @@ def address_of(host: int) -> str:
 class Rules:
     """What goes wrong on the way. `dropped`: pairs (from, to). `unplugged`: hosts without a
     carrier. `loss`: the share of packets that are lost, `delay_s`: how long each is held back.
-    `closed`: (from, to, first port, last port) of TCP, by the destination's port. `seed`: of the
-    losses."""
+    `closed`: (from, to, first port, last port); no TCP connection to these ports begins. `seed`: of
+    the losses."""
 
     dropped: Sequence[tuple[int, int]] = ()
     unplugged: Sequence[int] = ()
@@ -65,7 +66,9 @@ class Rules:
 
 def apart(*sides: Sequence[int]) -> Rules:
     """Each of `sides` reaches itself only."""
-    cut = [(a, b) for side in sides for a in side for other in sides if other != side for b in other]
+    cut = [
+        (a, b) for side in sides for a in side for other in sides if other != side for b in other
+    ]
     return Rules(dropped=cut)
 
 
@@ -141,8 +144,9 @@ class _Switch:
         if self._closed and packet[9] == _TCP:
             start = (packet[0] & 15) * 4
             (port,) = struct.unpack_from("!H", packet, start + 2)
+            begins = packet[start + 13] & (_SYN | _ACK) == _SYN
             for a, b, first, last in self._closed:
-                if (a, b) == (source, target) and first <= port <= last:
+                if begins and (a, b) == (source, target) and first <= port <= last:
                     return False
         return True
 

@@ -41,9 +41,9 @@ class Reboots:
 
     def _start(self, name: str) -> None:
         with (self._folder / f"{name}.log").open("wb") as log:
+            who = ["--coordinator", self._where, "--name", name, "--host", name]
             agent = subprocess.Popen(
-                [sys.executable, "-m", "everstep.cli", "agent", "--coordinator", self._where]
-                + ["--name", name, "--host", name],
+                [sys.executable, "-m", "everstep.cli", "agent", *who],
                 env=os.environ | {"EVERSTEP_LOG_DIR": str(self._folder / "runs")},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

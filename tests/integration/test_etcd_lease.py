@@ -275,12 +275,19 @@ async def test_a_cut_that_heals_in_time_costs_nothing(etcd: Etcd) -> None:
         await tenancy.release()
 
 
+@pytest.mark.parametrize("what", ["lease", "key"])
 @on_a_loop
-async def test_a_lease_that_etcd_has_ended_is_lost(etcd: Etcd) -> None:
+async def test_a_lease_that_somebody_ends_is_lost(what: str, etcd: Etcd) -> None:
     tenancy = await etcd.lease(LONG_S).acquire(PATIENCE_S)
-    [lease] = [kv.lease for kv in (await etcd.client().read(b"everstep/")).values() if kv.lease]
-    await etcd.client().revoke(lease)
-    assert await lost(tenancy) == "etcd has ended it"
+    [kv] = [kv for kv in (await etcd.client().read(b"everstep/")).values() if kv.lease]
+    if what == "lease":
+        await etcd.client().revoke(kv.lease)
+    else:
+        await etcd.client()._ask("kv/deleterange", {"key": kv.key}, dict)
+    assert "has ended it" in await lost(tenancy)
+    second = await etcd.lease(LONG_S).acquire(PATIENCE_S)
+    assert second.term == 1
+    await second.release()
     await tenancy.release()
 
 

@@ -173,6 +173,30 @@ def test_a_reader_that_stands_still_holds_nobody_up(job: Job) -> None:
     assert job.incidents() == []
 
 
+def test_a_coordinator_that_dies_and_comes_back_is_asked_again(job: Job) -> None:
+    person = Person(job)
+    job.steps(ENDLESS)
+
+    def act() -> None:
+        with person.typing("logs", "--follow") as reader:
+            assert reader.stdout is not None
+            assert "set up" in reader.stdout.readline()
+            os.kill(job.of("coordinator_started")[0]["pid"], signal.SIGKILL)
+            seen = json.loads(person.types("status", "--json").stdout)
+            assert seen["term"] == 1
+            until(lambda: bool(job.of("coordinator_resumed")))
+            assert person.types("stop").returncode == 0
+            _, told = reader.communicate(timeout=PATIENCE_S)
+            assert "waiting up to 10 s for a coordinator" in told
+            assert "has asked the job to end" in told
+            assert reader.returncode == 0
+
+    person.begins(act, step=5)
+    assert job.run().exit_code == 130
+    person.done()
+    assert job.incidents() == []
+
+
 def test_who_has_another_secret_learns_and_changes_nothing(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,11 +259,9 @@ def test_nobody_waits_for_a_worker_that_will_not_end(job: Job) -> None:
     def act() -> None:
         pids = [r["pid"] for r in job.of("started") if r["rank"] in (2, 3)]
         agent = job.pids[job.node_of(1)]
-        end = os.pidfd_open(agent)
         job.kill_slot(1, signal.SIGTERM)
         until(lambda: bool(job.of("incident_closed")))
         assert all(is_alive(pid) for pid in [*pids, agent]), "they had no grace"
-        os.close(end)
         until(lambda: not any(is_alive(pid) for pid in pids))
         gone.extend(pids)
         person.types("stop")
@@ -274,7 +296,6 @@ def test_a_run_without_nodes_is_looked_at_by_its_journal(job: Job) -> None:
     job.steps(ENDLESS)
     run = Path(job.settings.log_dir) / job.settings.run_id
     command = [sys.executable, "-m", "everstep.cli", "status", str(run)]
-    pids: list[int] = []
 
     def look() -> tuple[int, str]:
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -284,7 +305,6 @@ def test_a_run_without_nodes_is_looked_at_by_its_journal(job: Job) -> None:
         code, text = look()
         assert code == 0
         assert ": running, step " in text
-        pids.extend(r["pid"] for r in job.of("started"))
         os.kill(os.getpid(), signal.SIGINT)
 
     person = Person(job)

@@ -8,7 +8,10 @@ value is that of a run in which nothing failed."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +29,10 @@ from everstep.wire.secret import make_secret
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.apt("ip", "unshare")]
 HEAD = "head"
-OTHERS = ("ada", "bob", "cyd")
+OTHERS = ("ada", "bob", "cyd", "dan")
 NODES = 3
 PORT = 29400
-STEPS = 200
+STEPS = 150
 PATIENCE_S = 60.0
 Values = dict[tuple[int, int], str]  # by rank and step
 PACE_S = 0.15
@@ -45,17 +48,23 @@ SETTINGS: dict[str, object] = {
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Values:
-    """What each rank's steps return where nothing fails: on one node, without a network."""
-    folder = tmp_path_factory.mktemp("clean")
+    """What each rank's steps return where nothing fails."""
+    return values_of_a_clean_run(tmp_path_factory.mktemp("clean"), ranks_per_node=1)
+
+
+def values_of_a_clean_run(folder: Path, *, ranks_per_node: int) -> Values:
+    """A run of all ranks on one node, without a network."""
+    args = ("--steps", str(STEPS), "--shards", str(ranks_per_node))
+    ranks = NODES * ranks_per_node
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WITNESS", str(folder))
-        args = ("--steps", str(STEPS))
-        result = run_script(folder / "runs", *args, script=SCRIPTS / "witness.py", nproc=NODES)
+        result = run_script(folder / "runs", *args, script=SCRIPTS / "witness.py", nproc=ranks)
     assert (result.exit_code, result.of("incident_opened")) == (0, []), result.text
     values: Values = {}
     for path in folder.glob("*.*[0-9]"):
         values |= told_in(path)[1]
-    assert len(values) == NODES * STEPS
+    assert len(values) == ranks * STEPS
     return values
 
 
@@ -72,8 +81,9 @@ def told_in(path: Path) -> tuple[int, Values]:
 class Job:
     """One job in the laboratory."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, ranks_per_node: int = 1) -> None:
         self.lab = lab
+        self.ranks_per_node = ranks_per_node
         self._secret = make_secret().reveal()
         self._hurry = lab.folder / "hurry"
 
@@ -85,16 +95,19 @@ class Job:
         at: str = "",
         **settings: object,
     ) -> None:
-        """Start the job on hosts, the same command on each. `at`: how they call the coordinator's.
-        `settings`: other ones than these tests have."""
+        """Start the job on hosts: the coordinator on the head, a node on each other. `at`: how they
+        call the head. `settings`: where they differ from SETTINGS."""
         given = {**SETTINGS, **settings}
         for host in hosts:
             witness = self.lab.folder / f"witness-{host}"
-            witness.mkdir()
-            command = [sys.executable, "-m", "everstep.cli", "run", "--nnodes", str(NODES)]
+            witness.mkdir(exist_ok=True)
+            what = "coordinator" if host == HEAD else "run"
+            command = [sys.executable, "-m", "everstep.cli", what, "--nnodes", str(NODES)]
             command += ["--coordinator", f"{at or self.lab.address(HEAD)}:{PORT}"]
             command += ["--run-id", "job", "--log-dir", str(self.lab.folder / f"runs-{host}")]
+            command += ["--nproc-per-node", str(self.ranks_per_node)]
             command += [str(SCRIPTS / "witness.py"), "--steps", str(steps)]
+            command += ["--shards", str(self.ranks_per_node)]
             command += ["--pace", str(pace_s), "--hurry", str(self._hurry)]
             environ = {
                 **os.environ,
@@ -121,11 +134,16 @@ class Job:
     def story(self) -> str:
         """What every host printed."""
         logs = (self.lab.log(host) for host in self.lab.hosts)
-        return "\n".join(f"== {log.stem}\n{log.read_text()[-3000:]}" for log in logs if log.exists())
+        return "\n".join(
+            f"== {log.stem}\n{log.read_text()[-3000:]}" for log in logs if log.exists()
+        )
 
     def wait(self, host: str) -> int:
         """The exit code of a host's command."""
-        return self.lab.processes[host].wait(PATIENCE_S)
+        try:
+            return self.lab.processes[host].wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{host} does not end\n{self.story()}", pytrace=False)
 
     def hurry(self) -> None:
         """Steps take no longer than they must, from now on."""
@@ -148,13 +166,13 @@ class Job:
         return {record["node"] for record in self.of("node_joined")} - lost
 
     def places(self) -> tuple[list[str], list[str]]:
-        """The hosts of the slots, those at last that are not the head, and those of the spares."""
+        """The hosts of the slots, in order, and those of the spares."""
         holders = dict(enumerate(self.of("gathered")[0]["nodes"]))
         for record in self.of("node_replaced"):
             holders[record["slot"]] = record["node"]
         slots = [self.host_of(node) for node in holders.values()]
         spares = [self.host_of(node) for node in self.living() - set(holders.values())]
-        return sorted(slots, key=lambda host: host != HEAD), spares
+        return slots, spares
 
     def workers_on(self, host: str) -> list[int]:
         """Process ids of the workers that were started on a host."""
@@ -162,12 +180,18 @@ class Job:
         born = {(r["rank"], r["incarnation"]) for r in self.of("spawned") if r["node"] in nodes}
         return [r["pid"] for r in self.of("started") if (r["rank"], r["incarnation"]) in born]
 
+    def reached(self) -> int:
+        """The newest step that somebody has committed, by the hosts' own word."""
+        told = (told_in(path)[1] for path in self.lab.folder.glob("witness-*/*"))
+        return max((step for values in told for _, step in values), default=0)
+
     # ------------------------------------------------------------ what came out
 
     def assert_one_history(self, clean: Values, steps: int = STEPS) -> None:
         """All that any process on any host has committed is of the one clean run, and no process
         that was replaced went beyond where its successor began."""
-        by_rank: dict[int, list[tuple[int, Values]]] = {rank: [] for rank in range(NODES)}
+        ranks = range(NODES * self.ranks_per_node)
+        by_rank: dict[int, list[tuple[int, Values]]] = {rank: [] for rank in ranks}
         for path in self.lab.folder.glob("witness-*/*"):
             incarnation, values = told_in(path)
             for key, value in values.items():
@@ -176,7 +200,7 @@ class Job:
                 by_rank[next(iter(values))[0]].append((incarnation, values))
         for rank, tenures in by_rank.items():
             tenures.sort(key=lambda tenure: tenure[0])
-            for (_, before), (_, after) in zip(tenures, tenures[1:], strict=False):
+            for (_, before), (_, after) in itertools.pairwise(tenures):
                 last, first = max(step for _, step in before), min(step for _, step in after)
                 assert last <= first <= last + 1, f"rank {rank} committed {last}, then {first}"
             reached = {step for _, values in tenures for _, step in values}
@@ -259,8 +283,9 @@ def half_without_the_spare(lab: Lab, slots: list[str], spares: list[str]) -> Rul
 
 
 TOURS = {
-    "one-way": {"mute": Cell(cut=mute), "deaf": Cell(cut=deaf)},
     "one-host": {
+        "mute": Cell(cut=mute),
+        "deaf": Cell(cut=deaf),
         "no cable": Cell(cut=no_cable),
         "power cut": Cell(cut=power_cut, heals=False),
     },
@@ -289,6 +314,19 @@ def test_cuts(job: Job, clean: Values, tour: str) -> None:
     job.assert_one_history(clean)
 
 
+def test_hsdp_and_a_power_cut(tmp_path: Path) -> None:
+    """Each host has all shards, half a model on each of its two ranks."""
+    clean = values_of_a_clean_run(tmp_path / "clean", ranks_per_node=2)
+    with Lab(tmp_path, (HEAD, *OTHERS)) as lab:
+        job = Job(lab, ranks_per_node=2)
+        job.start(HEAD, *OTHERS)
+        job.trains()
+        fall(job, "power cut", Cell(cut=power_cut, heals=False))
+        job.hurry()
+        assert job.wait(HEAD) == 0, job.story()
+        job.assert_one_history(clean)
+
+
 def fall(job: Job, name: str, cell: Cell) -> None:
     """One cell, on a job that is well."""
     slots, spares = job.places()
@@ -315,6 +353,43 @@ def fall(job: Job, name: str, cell: Cell) -> None:
         assert not any(processes.is_there(pid) for pid in pids), name
 
 
+# -------------------------------------------------------------------- the coordinator's host
+
+
+def test_the_head_is_cut_off(job: Job, clean: Values) -> None:
+    """Steps go on without it, and nobody has to be replaced."""
+    job.start(HEAD, *OTHERS)
+    job.trains()
+    job.lab.rules(apart(job.lab.numbers(HEAD), job.lab.numbers(*OTHERS)))
+    time.sleep(2.5)  # for how long it is cut off: more than two leases
+    reached = job.reached()
+    job.until(lambda: job.reached() > reached + 3, "steps without a coordinator")
+    job.lab.rules()
+    job.until(lambda: len(job.of("step")) > job.reached() - 3, "a coordinator that has caught up")
+    job.hurry()
+    assert job.wait(HEAD) == 0, job.story()
+    assert (job.of("incident_opened"), job.of("node_lost")) == ([], [])
+    job.assert_one_history(clean)
+
+
+def test_the_head_loses_its_power(job: Job, clean: Values) -> None:
+    """It is started again by hand, with the same command."""
+    job.start(HEAD, *OTHERS)
+    job.trains()
+    job.lab.rules(Rules(unplugged=job.lab.numbers(HEAD)))
+    job.lab.power_off(HEAD)
+    job.wait(HEAD)
+    reached = job.reached()
+    job.until(lambda: job.reached() > reached + 3, "steps without a coordinator")
+    job.lab.rules()
+    job.start(HEAD)
+    job.until(lambda: job.of("coordinator_resumed"), "a coordinator")
+    job.hurry()
+    assert job.wait(HEAD) == 0, job.story()
+    assert (job.of("incident_opened"), job.of("node_lost")) == ([], [])
+    job.assert_one_history(clean)
+
+
 # -------------------------------------------------------------------- a network that is never well
 
 
@@ -327,23 +402,19 @@ def test_a_poor_line_is_only_slow(job: Job, clean: Values) -> None:
     job.assert_one_history(clean, steps=12)
 
 
-def test_the_coordinators_name_comes_late(job: Job, clean: Values) -> None:
+def test_names_that_come_late_and_are_wrong(job: Job, clean: Values) -> None:
+    """Nobody knows the head at first, and some hosts are wrong about themselves: their own name
+    leads to the host itself, as Debian has it, to nowhere, or to another."""
+    wrong = {"ada": "127.0.1.1", "bob": f"{NET}.99", "cyd": job.lab.address("dan")}
+    for host, address in wrong.items():
+        job.lab.know(host, {host: address})
     job.start(*OTHERS, steps=12, pace_s=0, at=HEAD)
     job.start(HEAD, steps=12, pace_s=0, at=HEAD)
     job.until(lambda: job.of("listening"), "a coordinator")
-    assert len(job.of("node_registered")) <= 1  # its own
+    assert not job.of("node_registered")
     for host in OTHERS:
-        job.lab.know(host, {HEAD: job.lab.address(HEAD)})
-    assert job.wait(HEAD) == 0, job.story()
-    job.assert_one_history(clean, steps=12)
-
-
-def test_hosts_that_are_wrong_about_themselves(job: Job, clean: Values) -> None:
-    """A name of its own that leads to the host itself, as Debian has it, or nowhere."""
-    job.lab.know("ada", {"ada": "127.0.1.1"})
-    job.lab.know("bob", {"bob": f"{NET}.99"})
-    job.lab.know("cyd", {"cyd": job.lab.address("bob")})
-    job.start(HEAD, *OTHERS, steps=12, pace_s=0)
+        own = {host: wrong[host]} if host in wrong else {}
+        job.lab.know(host, {HEAD: job.lab.address(HEAD), **own})
     assert job.wait(HEAD) == 0, job.story()
     assert job.of("incident_opened") == []
     for record in job.of("node_registered"):
@@ -362,17 +433,21 @@ def test_a_name_that_leads_to_the_host_itself_is_refused(job: Job) -> None:
 def test_a_closed_way_to_the_coordinator(job: Job, clean: Values) -> None:
     """The host is not part of the job, and says why."""
     job.lab.rules(Rules(closed=[(job.lab.number("bob"), job.lab.number(HEAD), PORT, PORT)]))
-    job.start(HEAD, *OTHERS, steps=12, pace_s=0, join_nodes_timeout_s=12)
+    job.start("bob", steps=12, pace_s=0, join_nodes_timeout_s=7)
+    job.start(HEAD, "ada", "cyd", "dan", steps=12, pace_s=0)
     assert job.wait(HEAD) == 0, job.story()
     job.assert_one_history(clean, steps=12)
     assert job.wait("bob") == 1
     assert "no answer within 5 s" in job.lab.log("bob").read_text()
 
 
-def test_a_closed_way_between_two_nodes(job: Job) -> None:
-    """All that workers use is closed; what agents use is open."""
-    ways = [(a, b) for a in range(4) for b in range(4) if a != b]
-    job.lab.rules(Rules(closed=[(a, b, 30_000, 65_535) for a, b in ways]))
-    job.start(HEAD, *OTHERS, steps=12, pace_s=0)
-    assert job.wait(HEAD) == 1, job.story()
-    print(job.story())
+@pytest.mark.parametrize("first_port", [29_000, 30_000], ids=["agents", "workers"])
+def test_ways_between_nodes_that_are_closed(job: Job, first_port: int) -> None:
+    """Found before the first worker is started, with both ends' names."""
+    one, other = job.lab.numbers("ada", "bob")
+    closed = [(one, other, first_port, 65_535), (other, one, first_port, 65_535)]
+    job.lab.rules(Rules(closed=closed))
+    job.start(HEAD, "ada", "bob", "cyd", steps=12, pace_s=0, ports="29400-29499")
+    assert job.wait(HEAD) == 2, job.story()
+    said = job.lab.log(HEAD).read_text()
+    assert re.search(r"\(host ada, [\d.]+\) can't reach node \d+ \(host bob\) at [\d.]+:\d+", said)

@@ -74,8 +74,8 @@ def test_one_that_dies_when_all_is_said_is_not_followed(job: Job) -> None:
 
 def test_one_that_dies_again_and_again_ends_the_job(job: Job) -> None:
     job.change(lift_budgets=False)
-    job.watcher.on_record = (
-        lambda record: kill_coordinator(job) if record["event"] == "listening" else None
+    job.watcher.on_record = lambda record: (
+        kill_coordinator(job) if record["event"] == "listening" else None
     )
     with pytest.raises(EverstepError, match="has died 5 times within 60 s, the last time by SIG"):
         job.run()

@@ -176,7 +176,8 @@ class Onlooker:
         self.over |= {t.term for t in self.tenancies} - set(holders)
 
     def took(self, tenancy: EtcdTenancy) -> None:
-        assert tenancy.term > max((t.term for t in self.tenancies), default=-1)
+        known = [t.term for t in self.tenancies]
+        assert tenancy.term > max(known, default=-1), f"{tenancy.term} holds, after {known}"
         self.tenancies.append(tenancy)
         self.look(asyncio.get_running_loop().time())
 
@@ -283,7 +284,7 @@ def renewed_late(back_s: float) -> list[Fate]:
     """Of one whose second renewal is answered late, and who is cut off then."""
     late = Fate(there_s=0.0, back_s=back_s, stopped=True)
     cut_off = Fate(there_s=None, back_s=None, stopped=False)
-    return [GOOD] * 5 + [late] + [cut_off] * 100
+    return [GOOD] * 7 + [late] + [cut_off] * 100
 
 
 LOST_AFTER_S = 40.0

@@ -4,6 +4,7 @@ paper; then two agents with real ones on loopback."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from everstep import snapshot
 from everstep.agent import copies as agent_copies
 from everstep.agent.budget import Budget
 from everstep.agent.copies import Copies
-from everstep.agent.shelf import Area
+from everstep.agent.shelf import Area, Shelf, create_locked
 from everstep.agent.shipping import Dock, Shipping
 from everstep.errors import TransientError
 from everstep.snapshot import About, Layout, Manifest, SnapshotError, Tensor
@@ -41,7 +42,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 class Paper:
     """Transfers on paper. `shown`: by ticket, what was lent, of all nodes. A `fetch` waits for `go`
-    and then ends well, or by `failure`."""
+    and then ends well, or by `failure`. `fetched`: the tickets, in order; `begun`: set by each."""
 
     def __init__(self, shown: dict[bytes, bytes] | None = None) -> None:
         self.withdrawn: list[bytes] = []
@@ -49,6 +50,9 @@ class Paper:
         self.go = asyncio.Event()
         self.go.set()
         self.failure: Exception | None = None
+        self.fetched: list[bytes] = []
+        self.begun = asyncio.Event()
+        self.under_way: dict[Area, asyncio.Future[str]] = {}
         self.closed = False
 
     def lend(self, area: Area, node: int) -> Offer:
@@ -62,10 +66,23 @@ class Paper:
 
     async def fetch(self, area: Area, manifest: Manifest, offer: Offer) -> None:
         with area.bytes() as view:
-            await self.go.wait()
+            ended = self.under_way[area] = asyncio.get_running_loop().create_future()
+            self.fetched.append(offer.ticket)
+            self.begun.set()
+            go = asyncio.ensure_future(self.go.wait())
+            await asyncio.wait([ended, go], return_when=asyncio.FIRST_COMPLETED)
+            go.cancel()
+            del self.under_way[area]
+            if ended.done():
+                raise TransientError(ended.result())
             if self.failure is not None:
                 raise self.failure
             view[:] = self.shown[offer.ticket]
+
+    def end(self, area: Area, why: str) -> None:
+        """A transfer that is ended fails, soon."""
+        if area in self.under_way:
+            self.under_way[area].set_result(why)
 
     def close(self) -> None:
         self.closed = True
@@ -77,6 +94,7 @@ class Node:
     def __init__(self, folder: Path, number: int = 0, shipping: Any = None) -> None:
         self.told: list[nodes.CopyNews] = []
         self.answers: list[messages.ToWorker] = []
+        self.places: list[messages.Shelf] = []
         self.changed = asyncio.Event()
         self.shipping = shipping
         self.copies = Copies(folder, "run", number, shipping, self._tell)
@@ -86,7 +104,10 @@ class Node:
         self.changed.set()
 
     def _send(self, message: messages.ToWorker) -> None:
-        self.answers.append(message)
+        if isinstance(message, messages.Shelf):
+            self.places.append(message)
+        else:
+            self.answers.append(message)
         self.changed.set()
 
     async def until(self, what: Callable[[], bool]) -> None:
@@ -97,16 +118,31 @@ class Node:
     def says(self, message: Any, rank: int = 1, incarnation: int = 1) -> None:
         self.copies.handle(rank, incarnation, message, self._send)
 
-    def shelve(self, step: int, nbytes: int = LAYOUT.nbytes, **who: int) -> messages.Shelf:
-        self.says(messages.Shelve(turn=step, step=step, nbytes=nbytes), **who)
-        answer = self.answers[-1]
-        assert isinstance(answer, messages.Shelf)
-        assert answer.turn == step
-        return answer
+    async def shelve(
+        self,
+        step: int,
+        nbytes: int = LAYOUT.nbytes,
+        keep: tuple[int, ...] | None = None,
+        **who: int,
+    ) -> messages.Shelf:
+        """A worker asks for an area: of the copies before, that of the step before must stay."""
+        kept = (step - 1,) if keep is None else keep
+        self.says(messages.Shelve(turn=step, step=step, nbytes=nbytes, keep=kept), **who)
+        await self.until(lambda: bool(self.places))
+        place = self.places.pop()
+        assert place.turn == step
+        return place
 
-    def shelved(self, step: int, turn: int = 0, **who: int) -> bytes:
+    async def shelved(
+        self,
+        step: int,
+        turn: int = 0,
+        wait: bool = True,
+        keep: tuple[int, ...] | None = None,
+        **who: int,
+    ) -> bytes:
         """A worker writes its copy of `step` and says so."""
-        place = self.shelve(step, **who)
+        place = await self.shelve(step, keep=keep, **who)
         assert not place.refusal, place.refusal
         about = About(run_id="run", rank=who.get("rank", 1), world=4, shard="s", step=step)
         with open(place.path, "r+b") as file:
@@ -114,11 +150,11 @@ class Node:
             manifest = snapshot.write(memoryview(room), LAYOUT, about, {"w": bytes([step]) * 4000})
             file.write(room)
         text = snapshot.encode(manifest)
-        self.says(messages.Shelved(turn=turn or step, step=step, manifest=text), **who)
+        self.says(messages.Shelved(turn=turn or step, step=step, manifest=text, wait=wait), **who)
         return text
 
-    def recall(self, step: int, turn: int = 50, **who: int) -> None:
-        self.says(messages.Recall(turn=turn, step=step), **who)
+    def recall(self, step: int, turn: int = 50, spoiled: bool = False, **who: int) -> None:
+        self.says(messages.Recall(turn=turn, step=step, spoiled=spoiled), **who)
 
     async def until_told(self, count: int) -> None:
         await self.until(lambda: len(self.told) == count)
@@ -132,6 +168,11 @@ class Node:
         return [answer.turn for answer in self.answers if isinstance(answer, messages.Kept)]
 
     @property
+    def safe(self) -> list[int]:
+        """The turns of those which workers need not wait for any more."""
+        return [answer.turn for answer in self.answers if isinstance(answer, messages.Safe)]
+
+    @property
     def recalled(self) -> messages.Recalled:
         (answer,) = [a for a in self.answers if isinstance(a, messages.Recalled)]
         return answer
@@ -140,17 +181,31 @@ class Node:
     def offered(self) -> nodes.Offered:
         return [news for news in self.told if isinstance(news, nodes.Offered)][-1]
 
-    def take_of(self, offered: nodes.Offered) -> nodes.Take:
-        return nodes.Take(
-            rank=offered.rank,
-            incarnation=offered.incarnation,
-            manifest=offered.manifest,
-            offer=offered.offer,
-        )
+
+def keepers(generation: int = 0, steps: tuple[int, ...] = (), **of: int) -> nodes.Keepers:
+    """Rank 1 is kept by node 4, unless `of` says who keeps it, or nobody."""
+    kept = {int(rank[1:]): node for rank, node in (of or {"r1": 4}).items()}
+    return nodes.Keepers(generation=generation, keepers=kept, steps=steps)
 
 
-def secured(step: int, incarnation: int = 1) -> nodes.Secured:
-    return nodes.Secured(rank=1, incarnation=incarnation, step=step)
+def secured(step: int, incarnation: int = 1, generation: int = 0) -> nodes.Secured:
+    return nodes.Secured(rank=1, incarnation=incarnation, generation=generation, step=step)
+
+
+def took(step: int, incarnation: int = 1, generation: int = 0) -> nodes.Took:
+    return nodes.Took(rank=1, incarnation=incarnation, generation=generation, step=step)
+
+
+def seek(step: int, incarnation: int, spoiled: bool = False) -> nodes.Seek:
+    return nodes.Seek(rank=1, incarnation=incarnation, generation=0, step=step, spoiled=spoiled)
+
+
+def missing(step: int, rank: int = 1) -> nodes.Missing:
+    return nodes.Missing(rank=rank, generation=0, step=step)
+
+
+def lend(step: int, incarnation: int = 2, to: int = 5) -> nodes.Lend:
+    return nodes.Lend(rank=1, incarnation=incarnation, generation=0, step=step, to=to)
 
 
 def content(path: str) -> bytes:
@@ -164,9 +219,9 @@ def test_without_a_keeper_a_copy_is_kept_when_it_is_here(tmp_path: Path) -> None
     async def test() -> None:
         node = Node(tmp_path)
         for step in (1, 2, 3):
-            node.shelved(step)
+            await node.shelved(step)
         assert node.kept == [1, 2, 3]
-        assert node.told == [nodes.Took(rank=1, incarnation=1, step=s) for s in (1, 2, 3)]
+        assert node.told == [took(s) for s in (1, 2, 3)]
         node.recall(3, incarnation=2)
         assert content(node.recalled.path) == b"\3\3\3\3"
         assert node.recalled.turn == 50
@@ -182,8 +237,8 @@ def test_the_owner_hears_of_a_copy_before_the_worker(tmp_path: Path) -> None:
         node = Node(tmp_path)
         heard: list[Any] = []
         node.told = node.answers = heard
-        node.shelved(1)
-        assert [type(said) for said in heard] == [messages.Shelf, nodes.Took, messages.Kept]
+        await node.shelved(1)
+        assert [type(said) for said in heard] == [nodes.Took, messages.Kept]
         await node.copies.close()
 
     run(test())
@@ -192,10 +247,91 @@ def test_the_owner_hears_of_a_copy_before_the_worker(tmp_path: Path) -> None:
 def test_without_room_the_worker_is_told_the_numbers(tmp_path: Path) -> None:
     async def test() -> None:
         node = Node(tmp_path)
-        assert "needs 8.0 MiB" in node.shelve(1, nbytes=8 << 20).refusal
-        node.shelved(1)
+        assert "needs 8.0 MiB" in (await node.shelve(1, nbytes=8 << 20)).refusal
+        await node.shelved(1)
         assert node.kept == [1]
         await node.copies.close()
+
+    run(test())
+
+
+def test_memory_is_taken_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take longer than the node's lease. Meanwhile the worker may ask again, and die."""
+
+    async def test() -> None:
+        node = Node(tmp_path)
+        gate, taken = threading.Event(), []
+
+        def slowly(path: Path, nbytes: int) -> int:
+            taken.append(path)
+            assert gate.wait(DEADLINE_S)
+            return create_locked(path, nbytes)
+
+        monkeypatch.setattr(agent_copies, "create_locked", slowly)
+        for turn in (1, 2):
+            node.says(messages.Shelve(turn=turn, step=1, nbytes=LAYOUT.nbytes, keep=()))
+        node.says(messages.Shelve(turn=3, step=1, nbytes=LAYOUT.nbytes, keep=()), rank=2)
+        node.copies.buried(2, 1)
+        gate.set()
+        await node.until(lambda: bool(node.places))
+        await asyncio.gather(*node.copies._tasks)
+        (place,) = node.places
+        assert place.turn == 2
+        (folder,) = tmp_path.iterdir()
+        assert [str(path) for path in folder.iterdir()] == [place.path]
+        assert len(taken) == 3
+        await node.copies.close()
+        assert list(tmp_path.iterdir()) == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("where", ["memory", "shelf", "manifest"])
+def test_what_goes_wrong_with_a_copy_is_a_refusal(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the node's end."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "the memory is broken")
+
+    async def test() -> None:
+        node = Node(tmp_path)
+        if where == "manifest":
+            monkeypatch.setattr(Shelf, "commit", fails)
+            await node.shelved(1)
+            (kept,) = node.answers
+            assert isinstance(kept, messages.Kept)
+            assert "the memory is broken" in kept.refusal
+            assert node.told == []
+        else:
+            name = "create_locked" if where == "memory" else "measure"
+            monkeypatch.setattr(agent_copies, name, fails)
+            assert "the memory is broken" in (await node.shelve(1)).refusal
+        monkeypatch.undo()
+        monkeypatch.setattr(agent_copies, "measure", lambda _: Budget(limit_bytes=1 << 20))
+        await node.shelved(1)
+        assert node.kept[-1] == 1
+        await node.copies.close()
+        assert list(tmp_path.iterdir()) == []
+
+    run(test())
+
+
+def test_a_task_that_fails_is_told(tmp_path: Path) -> None:
+    async def test() -> None:
+        told: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        node = Node(tmp_path, 4, Paper({}))
+        other = keeping(tmp_path)
+        await other.shelved(1)
+        node.copies.obey(other.offered.take)  # a ticket that nobody has made
+        await asyncio.gather(*node.copies._tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+        (context,) = told
+        assert isinstance(context["exception"], KeyError)
+        await node.copies.close()
+        await other.copies.close()
 
     run(test())
 
@@ -203,18 +339,20 @@ def test_without_room_the_worker_is_told_the_numbers(tmp_path: Path) -> None:
 def test_a_worker_that_dies_half_way_leaves_the_copy_before(tmp_path: Path) -> None:
     async def test() -> None:
         node = Node(tmp_path)
-        node.shelved(1)
-        node.shelved(2)
-        place = node.shelve(3)
+        await node.shelved(1)
+        await node.shelved(2)
+        place = await node.shelve(3)
         Path(place.path).write_bytes(b"\7" * LAYOUT.nbytes)
         node.copies.buried(1, 1)
         node.recall(2, incarnation=2)
         assert content(node.recalled.path) == b"\2\2\2\2"
         node.recall(3, turn=51, incarnation=2)
+        assert node.told[-1] == seek(3, 2)
+        node.copies.obey(missing(3))
         assert node.answers[-1] == messages.Recalled(
-            turn=51, refusal="no copy of rank 1 at step 3 is left, on node 0 or elsewhere"
+            turn=51, refusal="no copy of rank 1 at step 3 is left, on any node"
         )
-        node.shelved(3, incarnation=2)
+        await node.shelved(3, incarnation=2)
         await node.copies.close()
         assert list(tmp_path.iterdir()) == []
 
@@ -224,12 +362,12 @@ def test_a_worker_that_dies_half_way_leaves_the_copy_before(tmp_path: Path) -> N
 def test_a_step_that_is_done_again_has_its_copy_made_again(tmp_path: Path) -> None:
     async def test() -> None:
         node = Node(tmp_path)
-        node.shelved(1)
-        node.shelved(2)
-        node.shelve(2)  # stopped in the fence: the first one is of no step
+        await node.shelved(1)
+        await node.shelved(2)
+        await node.shelve(2)  # stopped in the fence: the first one is of no step
         node.recall(2)
-        assert node.recalled.refusal
-        node.shelved(2, turn=9)
+        assert node.told[-1] == seek(2, 1)
+        await node.shelved(2, turn=9)
         assert node.kept == [1, 2, 9]
         await node.copies.close()
 
@@ -241,9 +379,9 @@ def test_what_is_no_copy_is_refused(asked: bool, tmp_path: Path) -> None:
     async def test() -> None:
         node = Node(tmp_path)
         if asked:
-            node.shelve(1)
+            await node.shelve(1)
         with pytest.raises(SnapshotError):
-            node.says(messages.Shelved(turn=1, step=1, manifest=b"{}"))
+            node.says(messages.Shelved(turn=1, step=1, manifest=b"{}", wait=True))
         assert node.kept == []
         assert node.told == []
         await node.copies.close()
@@ -257,17 +395,19 @@ def test_what_is_no_copy_is_refused(asked: bool, tmp_path: Path) -> None:
 
 def keeping(folder: Path) -> Node:
     node = Node(folder, shipping=Paper())
-    node.copies.obey(nodes.Keepers(keepers={1: 4}))
+    node.copies.obey(keepers())
     return node
 
 
 def test_with_a_keeper_a_copy_is_kept_when_that_has_it(tmp_path: Path) -> None:
     async def test() -> None:
         node = keeping(tmp_path)
-        manifest = node.shelved(1)
-        offered = node.offered
-        assert (offered.rank, offered.incarnation, offered.to) == (1, 1, 4)
-        assert offered.manifest == manifest
+        manifest = await node.shelved(1)
+        take = node.offered.take
+        assert node.offered.to == 4
+        assert (take.rank, take.incarnation, take.step, take.keep) == (1, 1, 1, (0,))
+        assert (take.source, take.generation) == (0, 0)
+        assert take.manifest == manifest
         assert node.kept == []
         node.copies.obey(secured(2))  # of another step
         node.copies.obey(secured(1, incarnation=2))
@@ -275,7 +415,7 @@ def test_with_a_keeper_a_copy_is_kept_when_that_has_it(tmp_path: Path) -> None:
         node.copies.obey(secured(1))
         node.copies.obey(secured(1))  # by a second holder
         assert node.kept == [1]
-        node.shelved(1, rank=2)  # nobody keeps its copies
+        await node.shelved(1, rank=2)  # nobody keeps its copies
         assert node.kept == [1, 1]
         await node.copies.close()
         assert node.shipping.closed
@@ -286,7 +426,7 @@ def test_with_a_keeper_a_copy_is_kept_when_that_has_it(tmp_path: Path) -> None:
 def test_a_dead_worker_is_not_answered(tmp_path: Path) -> None:
     async def test() -> None:
         node = keeping(tmp_path)
-        node.shelved(1)
+        await node.shelved(1)
         node.copies.buried(1, 1)
         node.copies.obey(secured(1))
         assert node.kept == []
@@ -302,15 +442,17 @@ def test_in_a_new_generation_nothing_of_the_old_one_is_answered(tmp_path: Path) 
 
     async def test() -> None:
         node = keeping(tmp_path)
-        node.shelved(1)
-        stale = node.offered.offer.ticket
-        node.copies.obey(nodes.Keepers(keepers={1: 5}))
+        await node.shelved(1)
+        stale = node.offered.take.offer.ticket
+        node.copies.obey(keepers(1, r1=5))
         assert node.shipping.withdrawn == [stale]
         node.copies.obey(secured(1))
         assert node.kept == []
-        node.shelved(1, turn=7)
+        await node.shelved(1, turn=7)
         assert node.offered.to == 5
         node.copies.obey(secured(1))
+        assert node.kept == [], "that is still of the generation before"
+        node.copies.obey(secured(1, generation=1))
         assert node.kept == [7]
         await node.copies.close()
 
@@ -322,11 +464,11 @@ def test_a_copy_that_nobody_came_for_is_lent_no_longer_than_needed(tmp_path: Pat
         node = keeping(tmp_path)
         tickets = []
         for step in (1, 2, 3, 4):
-            node.shelved(step)
-            tickets.append(node.offered.offer.ticket)
+            await node.shelved(step)
+            tickets.append(node.offered.take.offer.ticket)
             node.copies.obey(secured(step))
         assert node.kept == [1, 2, 3, 4]
-        assert node.shipping.withdrawn == tickets[:-1]
+        assert node.shipping.withdrawn == tickets
         await node.copies.close()
 
     run(test())
@@ -339,13 +481,13 @@ def test_a_keeper_fetches_and_says_so(tmp_path: Path) -> None:
     async def test() -> None:
         shown: dict[bytes, bytes] = {}
         home, away = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 4, Paper(shown))
-        home.copies.obey(nodes.Keepers(keepers={1: 4}))
+        home.copies.obey(keepers())
         for step in (1, 2, 3):
-            home.shelved(step)
-            away.copies.obey(away.take_of(home.offered))
+            await home.shelved(step)
+            away.copies.obey(home.offered.take)
             await away.until_told(step)
             home.copies.obey(secured(step))
-        assert away.told == [nodes.Took(rank=1, incarnation=1, step=s) for s in (1, 2, 3)]
+        assert away.told == [took(s) for s in (1, 2, 3)]
         away.recall(3, incarnation=2)
         assert content(away.recalled.path) == b"\3\3\3\3"
         await home.copies.close()
@@ -362,14 +504,14 @@ def test_a_keeper_that_cannot_says_so_and_keeps_what_it_has(
     async def test() -> None:
         shown: dict[bytes, bytes] = {}
         home, away = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 4, Paper(shown))
-        home.copies.obey(nodes.Keepers(keepers={1: 4}))
-        home.shelved(1)
-        away.copies.obey(away.take_of(home.offered))
+        home.copies.obey(keepers())
+        await home.shelved(1)
+        away.copies.obey(home.offered.take)
         await away.until_told(1)
         home.copies.obey(secured(1))
-        home.shelved(2)
+        await home.shelved(2)
         away.shipping.failure = failure
-        away.copies.obey(away.take_of(home.offered))
+        away.copies.obey(home.offered.take)
         await away.until_told(2)
         news = away.told[-1]
         assert isinstance(news, nodes.Untaken)
@@ -384,38 +526,130 @@ def test_a_keeper_that_cannot_says_so_and_keeps_what_it_has(
     run(test())
 
 
-@pytest.mark.parametrize("by", ["another take", "a new generation", "the rank itself"])
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_transfer_that_was_overtaken_is_not_told(by: str, fails: bool, tmp_path: Path) -> None:
-    """Its end, good or bad, would be taken for that of the copy that is wanted now."""
+@pytest.mark.parametrize("by", ["another take", "a new generation", "the rank itself", "the end"])
+def test_a_transfer_that_was_overtaken_is_ended_and_not_told(by: str, tmp_path: Path) -> None:
+    """Its end would be taken for that of the copy that is wanted now."""
 
     async def test() -> None:
         shown: dict[bytes, bytes] = {}
         home, away = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 4, Paper(shown))
-        home.copies.obey(nodes.Keepers(keepers={1: 4}))
-        home.shelved(1)
+        home.copies.obey(keepers())
+        await home.shelved(1)
         away.shipping.go.clear()
-        away.copies.obey(away.take_of(home.offered))
-        await asyncio.sleep(0)
-        (overtaken,) = away.copies._transfers
+        away.copies.obey(home.offered.take)
+        await away.shipping.begun.wait()
+        overtaken = set(away.copies._tasks)
         match by:
             case "another take":
-                home.shelved(1, turn=9)
-                away.copies.obey(away.take_of(home.offered))
-                await asyncio.sleep(0)
+                await home.shelved(1, turn=9)
+                away.copies.obey(home.offered.take)
             case "a new generation":
-                away.copies.obey(nodes.Keepers(keepers={}))
+                away.copies.obey(keepers(1, r2=4))
             case "the rank itself":
-                away.shelve(1, incarnation=2)
-        away.shipping.failure = TransientError("it is cut") if fails else None
+                await away.shelve(1, incarnation=2)
+            case "the end":
+                await away.copies.close()
+        await asyncio.gather(*overtaken)  # though nothing more has come for it
+        assert away.told == []
         away.shipping.go.set()
-        await asyncio.gather(overtaken, *away.copies._transfers)
-        expected: list[type] = []
-        if by == "another take":
-            expected = [nodes.Untaken if fails else nodes.Took]
-        assert [type(news) for news in away.told] == expected
+        await asyncio.gather(*away.copies._tasks)
+        assert away.told == ([took(1)] if by == "another take" else [])
         await home.copies.close()
         await away.copies.close()
+        assert list(tmp_path.iterdir()) == []
+
+    run(test())
+
+
+def test_copies_that_are_needed_come_one_after_the_other(tmp_path: Path) -> None:
+    """Steps that don't wait for their copies: a newer one overtakes only what is not needed."""
+
+    async def test() -> None:
+        shown: dict[bytes, bytes] = {}
+        home, away = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 4, Paper(shown))
+        home.copies.obey(keepers())
+        away.shipping.go.clear()
+        tickets = []
+        for step in (1, 2, 3):
+            await home.shelved(step, wait=False, keep=tuple(range(1, step)))
+            tickets.append(home.offered.take.offer.ticket)
+            away.copies.obey(home.offered.take)
+        assert home.kept == [1, 2, 3]
+        assert home.safe == []
+        assert home.shipping.withdrawn == []
+        await away.shipping.begun.wait()
+        assert away.shipping.fetched == tickets[:1]
+        away.shipping.go.set()
+        await away.until_told(3)
+        assert away.told == [took(step) for step in (1, 2, 3)]
+        assert away.shipping.fetched == tickets
+        assert away.copies.held() == ((1, 1), (1, 2), (1, 3))
+        for step in (1, 2, 3):
+            home.copies.obey(secured(step))
+        assert home.safe == [1, 2, 3]
+        assert home.shipping.withdrawn == tickets
+        await home.shelved(4, wait=False, keep=(3,))
+        assert home.copies.held() == ((1, 3), (1, 4))
+        away.copies.obey(home.offered.take)
+        await away.until_told(4)
+        assert away.copies.held() == ((1, 3), (1, 4))
+        await home.copies.close()
+        await away.copies.close()
+        assert list(tmp_path.iterdir()) == []
+
+    run(test())
+
+
+def test_a_copy_that_is_not_needed_any_more_is_not_fetched(tmp_path: Path) -> None:
+    async def test() -> None:
+        shown: dict[bytes, bytes] = {}
+        home, away = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 4, Paper(shown))
+        home.copies.obey(keepers())
+        away.shipping.go.clear()
+        for step, keep in ((1, ()), (2, (1,)), (3, (1,))):
+            await home.shelved(step, wait=False, keep=keep)
+            away.copies.obey(home.offered.take)
+        away.shipping.go.set()
+        await away.until_told(2)
+        assert away.told == [took(1), took(3)]
+        await home.copies.close()
+        await away.copies.close()
+
+    run(test())
+
+
+def test_what_is_of_another_generation_is_not_heeded(tmp_path: Path) -> None:
+    async def test() -> None:
+        shown: dict[bytes, bytes] = {}
+        home, away = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 4, Paper(shown))
+        home.copies.obey(keepers())
+        await home.shelved(1)
+        away.copies.obey(keepers(2))
+        away.copies.obey(home.offered.take)
+        away.copies.obey(lend(1))
+        away.copies.obey(nodes.Drop(rank=1, generation=1))
+        home.copies.obey(secured(1, generation=1))
+        assert not away.copies._tasks
+        assert away.told == []
+        assert home.kept == []
+        home.copies.obey(secured(1))
+        assert home.kept == [1]
+        await home.copies.close()
+        await away.copies.close()
+
+    run(test())
+
+
+def test_copies_of_steps_that_nobody_goes_back_to_are_given_up(tmp_path: Path) -> None:
+    async def test() -> None:
+        node = keeping(tmp_path)
+        for step in (1, 2, 3):
+            await node.shelved(step, wait=False, keep=tuple(range(1, step)))
+        node.copies.obey(keepers(1, steps=(1, 3)))
+        assert node.copies.held() == ((1, 1), (1, 3))
+        node.copies.obey(nodes.Drop(rank=1, generation=1))
+        assert node.copies.held() == ()
+        await node.copies.close()
         assert list(tmp_path.iterdir()) == []
 
     run(test())
@@ -428,13 +662,13 @@ def test_a_copy_is_found_elsewhere(tmp_path: Path) -> None:
     async def test() -> None:
         shown: dict[bytes, bytes] = {}
         home, seeker = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 5, Paper(shown))
-        home.shelved(3)
+        await home.shelved(3)
         seeker.recall(3, incarnation=2)
-        assert seeker.told == [nodes.Seek(rank=1, incarnation=2, step=3)]
-        home.copies.obey(nodes.Lend(rank=1, incarnation=2, step=3, to=5))
-        seeker.copies.obey(seeker.take_of(home.offered))
+        assert seeker.told == [seek(3, 2)]
+        home.copies.obey(lend(3))
+        seeker.copies.obey(home.offered.take)
         await seeker.until(lambda: bool(seeker.answers))
-        assert seeker.told[1:] == [nodes.Took(rank=1, incarnation=2, step=3)]
+        assert seeker.told[1:] == [took(3, 2)]
         assert seeker.recalled.turn == 50
         assert content(seeker.recalled.path) == b"\3\3\3\3"
         await home.copies.close()
@@ -446,10 +680,10 @@ def test_a_copy_is_found_elsewhere(tmp_path: Path) -> None:
 def test_a_copy_that_is_not_where_it_was_thought_to_be(tmp_path: Path) -> None:
     async def test() -> None:
         node = Node(tmp_path, shipping=Paper())
-        node.copies.obey(nodes.Lend(rank=1, incarnation=2, step=3, to=5))
-        node.shelved(1)
-        node.copies.obey(nodes.Lend(rank=1, incarnation=2, step=3, to=5))
-        lack = nodes.Lack(rank=1, incarnation=2, step=3, to=5)
+        node.copies.obey(lend(3))
+        await node.shelved(1)
+        node.copies.obey(lend(3))
+        lack = nodes.Lack(rank=1, incarnation=2, generation=0, step=3, to=5)
         assert [news for news in node.told if isinstance(news, nodes.Lack)] == [lack, lack]
         await node.copies.close()
 
@@ -460,10 +694,10 @@ def test_a_copy_that_nobody_has(tmp_path: Path) -> None:
     async def test() -> None:
         node = Node(tmp_path, shipping=Paper())
         node.recall(3)
-        node.copies.obey(nodes.Missing(rank=1, step=2))  # of another
-        node.copies.obey(nodes.Missing(rank=2, step=3))
+        node.copies.obey(missing(2))  # of another
+        node.copies.obey(missing(3, rank=2))
         assert node.answers == []
-        node.copies.obey(nodes.Missing(rank=1, step=3))
+        node.copies.obey(missing(3))
         assert "no copy of rank 1 at step 3 is left" in node.recalled.refusal
         await node.copies.close()
 
@@ -471,22 +705,22 @@ def test_a_copy_that_nobody_has(tmp_path: Path) -> None:
 
 
 def test_the_transfer_for_a_dead_process_is_no_answer_to_the_next(tmp_path: Path) -> None:
-    """It fails when the next one's begins, and that one is still waited for."""
+    """It is ended when the next one's begins, and that one is still waited for."""
 
     async def test() -> None:
         shown: dict[bytes, bytes] = {}
         home, seeker = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 5, Paper(shown))
-        home.shelved(3)
+        await home.shelved(3)
         seeker.shipping.go.clear()
         for incarnation in (2, 3):
             seeker.recall(3, turn=incarnation, incarnation=incarnation)
-            home.copies.obey(nodes.Lend(rank=1, incarnation=incarnation, step=3, to=5))
-            seeker.copies.obey(seeker.take_of(home.offered))
-            await asyncio.sleep(0)
+            home.copies.obey(lend(3, incarnation))
+            seeker.copies.obey(home.offered.take)
             if incarnation == 2:
+                await seeker.shipping.begun.wait()
                 seeker.copies.buried(1, 2)
         seeker.shipping.go.set()
-        await asyncio.gather(*seeker.copies._transfers)
+        await asyncio.gather(*seeker.copies._tasks)
         assert seeker.recalled.turn == 3
         assert not seeker.recalled.refusal
         await home.copies.close()
@@ -495,19 +729,57 @@ def test_the_transfer_for_a_dead_process_is_no_answer_to_the_next(tmp_path: Path
     run(test())
 
 
-def test_a_recall_whose_transfer_fails_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_where_a_transfer_fails_the_copy_is_sought_elsewhere(tmp_path: Path) -> None:
+    """The seeker says from whom it can't be had, and goes on waiting."""
+
     async def test() -> None:
         shown: dict[bytes, bytes] = {}
-        home, seeker = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 5, Paper(shown))
-        home.shelved(3)
-        seeker.recall(3, incarnation=2)
-        home.copies.obey(nodes.Lend(rank=1, incarnation=2, step=3, to=5))
+        homes = [Node(tmp_path, number, Paper(shown)) for number in (0, 2)]
+        seeker = Node(tmp_path, 5, Paper(shown))
         seeker.shipping.failure = TransientError("the way there is cut")
-        seeker.copies.obey(seeker.take_of(home.offered))
+        for home in homes:
+            await home.shelved(3)
+        seeker.recall(3, incarnation=2)
+        homes[0].copies.obey(lend(3))
+        seeker.copies.obey(homes[0].offered.take)
+        await seeker.until_told(2)
+        news = seeker.told[-1]
+        assert isinstance(news, nodes.Untaken)
+        assert (news.source, news.text) == (0, "the way there is cut")
+        assert seeker.answers == []
+        seeker.shipping.failure = None
+        homes[1].copies.obey(lend(3))
+        seeker.copies.obey(homes[1].offered.take)
         await seeker.until(lambda: bool(seeker.answers))
-        assert seeker.recalled.refusal == "the way there is cut"
-        await home.copies.close()
-        await seeker.copies.close()
+        assert content(seeker.recalled.path) == b"\3\3\3\3"
+        for node in (*homes, seeker):
+            await node.copies.close()
+
+    run(test())
+
+
+def test_a_copy_that_is_not_what_was_written_is_not_shown_or_lent_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        shown: dict[bytes, bytes] = {}
+        node, other = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 5, Paper(shown))
+        await node.shelved(3)
+        await other.shelved(3)
+        node.recall(3, incarnation=2)
+        Path(node.recalled.path).write_bytes(b"\7" * LAYOUT.nbytes)
+        node.recall(3, turn=51, spoiled=True, incarnation=2)
+        assert node.told[-1] == seek(3, 2, spoiled=True)
+        assert node.copies.held() == ()
+        node.copies.obey(lend(3))
+        assert isinstance(node.told[-1], nodes.Lack)
+        other.copies.obey(lend(3, to=0))
+        node.copies.obey(other.offered.take)
+        await node.until(lambda: len(node.answers) == 3)
+        found = node.answers[-1]
+        assert isinstance(found, messages.Recalled)
+        assert found.turn == 51
+        assert content(found.path) == b"\3\3\3\3"
+        await node.copies.close()
+        await other.copies.close()
 
     run(test())
 
@@ -516,11 +788,11 @@ def test_the_end_leaves_nothing_whatever_was_on_its_way(tmp_path: Path) -> None:
     async def test() -> None:
         shown: dict[bytes, bytes] = {}
         home, away = Node(tmp_path, 0, Paper(shown)), Node(tmp_path, 4, Paper(shown))
-        home.copies.obey(nodes.Keepers(keepers={1: 4}))
-        home.shelved(1)
-        home.shelve(1, rank=2)
+        home.copies.obey(keepers())
+        await home.shelved(1)
+        await home.shelve(1, rank=2)
         away.shipping.go.clear()
-        away.copies.obey(away.take_of(home.offered))
+        away.copies.obey(home.offered.take)
         await asyncio.sleep(0)
         await away.copies.close()
         await home.copies.close()
@@ -549,20 +821,19 @@ class Pair:
         self.home, self.away = self.nodes[0], self.nodes[4]
         for node in self.nodes.values():
             node.copies._tell = self._passes_on(node)
-        self.home.copies.obey(nodes.Keepers(keepers={1: 4}))
-        self.away.copies.obey(nodes.Keepers(keepers={1: 4}))
+        self.home.copies.obey(keepers())
+        self.away.copies.obey(keepers())
 
     def _passes_on(self, node: Node) -> Callable[[nodes.CopyNews], None]:
         def tell(news: nodes.CopyNews) -> None:
             node._tell(news)
             match news:
                 case nodes.Offered(to=to):
-                    self.nodes[to].copies.obey(node.take_of(news))
+                    self.nodes[to].copies.obey(news.take)
                 case nodes.Took(step=step) | nodes.Untaken(step=step) if node is self.away:
                     self.home.copies.obey(secured(step))
-                case nodes.Seek(rank=rank, incarnation=incarnation, step=step):
-                    lend = nodes.Lend(rank=rank, incarnation=incarnation, step=step, to=4)
-                    self.home.copies.obey(lend)
+                case nodes.Seek(incarnation=incarnation, step=step):
+                    self.home.copies.obey(lend(step, incarnation, to=4))
 
         return tell
 
@@ -575,7 +846,7 @@ def test_copies_travel_between_two_agents(tmp_path: Path) -> None:
     async def test() -> None:
         pair = Pair(tmp_path)
         for step in range(1, 9):
-            pair.home.shelved(step)
+            await pair.home.shelved(step)
             await pair.home.until_kept(step)
         pair.away.recall(8, incarnation=2)
         assert content(pair.away.recalled.path) == b"\10\10\10\10"
@@ -589,8 +860,8 @@ def test_copies_travel_between_two_agents(tmp_path: Path) -> None:
 def test_a_copy_is_lent_to_a_node_that_never_had_it(tmp_path: Path) -> None:
     async def test() -> None:
         pair = Pair(tmp_path)
-        pair.home.copies.obey(nodes.Keepers(keepers={}))
-        pair.home.shelved(3)
+        pair.home.copies.obey(keepers(0, r2=4))
+        await pair.home.shelved(3)
         pair.away.recall(3, incarnation=2)
         await pair.away.until(lambda: bool(pair.away.answers))
         assert content(pair.away.recalled.path) == b"\3\3\3\3"
@@ -606,12 +877,12 @@ def test_steps_go_on_beside_a_keeper_without_room(
 
     async def test() -> None:
         pair = Pair(tmp_path)
-        pair.home.shelved(1)
+        await pair.home.shelved(1)
         await pair.home.until_kept(1)
         assert pair.away.copies._shelf is not None
         monkeypatch.setattr(pair.away.copies._shelf, "_budget", Budget(limit_bytes=0))
         for step in range(2, 8):
-            pair.home.shelved(step)
+            await pair.home.shelved(step)
             await pair.home.until_kept(step)
         await pair.close()
         assert list(tmp_path.iterdir()) == []

@@ -194,6 +194,21 @@ class TestSafety:
         case.network.settle()
         assert case.kept == [(0, 1, 1), (1, 1, 1)]
 
+    def test_nobody_waits_for_a_guardian_that_is_not_reached(self, case: Case) -> None:
+        case.home.said(0, 1, capsule(1, turn=1))
+        case.network.cut(HOME, GUARDIAN)
+        case.home.unreached(OTHER)
+        assert case.kept == []
+        case.home.unreached(GUARDIAN)
+        case.home.said(1, 1, capsule(1, turn=1))
+        assert case.kept == [(0, 1, 1), (1, 1, 1)]
+        case.network.join(HOME, GUARDIAN)
+        case.home.said(0, 1, capsule(2, turn=2))
+        assert case.kept == [(0, 1, 1), (1, 1, 1)]
+        case.network.settle()
+        assert case.kept == [(0, 1, 1), (1, 1, 1), (0, 1, 2)]
+        assert case.guardian.report() == case.home.report()
+
     def test_after_a_cut_all_is_deposited_again(self, case: Case) -> None:
         case.home.said(0, 1, m.Once(key="k", value=b"1"))
         case.home.said(0, 1, capsule(1, turn=1))
@@ -237,7 +252,7 @@ class TestGuardians:
         case.peers(OTHER)
         assert case.network.step(HOME, OTHER, answers=False)
         assert case.network.step(HOME, OTHER, answers=True)
-        assert case.guardian.report() != {}  # the other has not all yet
+        assert not case.network.asked[HOME, GUARDIAN]  # the other has not all yet
         case.network.settle()
         assert case.guardian.report() == {}
         assert case.other.report() == case.home.report() != {}
@@ -290,10 +305,13 @@ class TestGuardians:
         case.network.unread_bytes = 1 << 30
         case.network.join(HOME, GUARDIAN)
         case.peers(GUARDIAN)
+        case.network.cut(HOME, GUARDIAN)
+        case.network.join(HOME, GUARDIAN)
         for done in range(12):
             assert len(case.network.asked[HOME, GUARDIAN]) == 1, done
             assert case.network.step(HOME, GUARDIAN, answers=False)
             assert case.network.step(HOME, GUARDIAN, answers=True)
+        assert not case.network.asked[HOME, GUARDIAN]
         assert case.guardian.report() == case.home.report()
         assert sorted(case.kept) == [(rank, 1, 3) for rank in range(4)]
 

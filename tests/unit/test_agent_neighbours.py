@@ -20,7 +20,7 @@ from tests.unit.netcases import (
     on_a_loop,
 )
 
-from everstep.agent.neighbours import MOST_WAITING, Events, Neighbours
+from everstep.agent.neighbours import Events, Neighbours
 from everstep.errors import UserError
 from everstep.wire.frames import encode_data
 from everstep.wire.messages import Capsule
@@ -114,12 +114,12 @@ async def test_what_is_asked_and_answered_arrives_in_order(host: str) -> None:
     one, two = Agent(news, 1, host=host), Agent(news, 2, host=host)
     with closing(one, two):
         introduce(one, guardian=2, n1=one.address, n2=two.address)
-        assert one.side.ask(2, deposit(1))  # before there is a link
+        assert not one.side.ask(2, deposit(0))  # there is no link yet
         await news.until(lambda: one.told)
-        for number in range(2, 500):
+        for number in range(500):
             assert one.side.ask(2, deposit(number))
-        await news.until(lambda: len(two.asked) == 499)
-        assert two.asked == [(1, deposit(number)) for number in range(1, 500)]
+        await news.until(lambda: len(two.asked) == 500)
+        assert two.asked == [(1, deposit(number)) for number in range(500)]
         for number in range(500):
             assert two.side.answer(1, Deposited(number=number))
         await news.until(lambda: len(one.answered) == 500)
@@ -157,19 +157,20 @@ async def test_nobody_can_be_asked_or_answered_who_is_not_known() -> None:
 
 
 @on_a_loop
-async def test_what_waits_for_a_link_is_bounded_and_who_is_not_reached_is_told_once() -> None:
+async def test_a_link_is_made_when_it_is_needed_and_who_is_not_reached_is_told_once() -> None:
     news = News()
     one = Agent(news, 1, limits=HASTY)
     port = free_port()
     with closing(one):
-        introduce(one, 2, n2=(LOCAL, port))
-        taken = [one.side.ask(2, deposit(number)) for number in range(MOST_WAITING + 1)]
-        assert taken == [True] * MOST_WAITING + [False]
+        introduce(one, -1, n2=(LOCAL, port))
+        assert not one.side.ask(2, deposit(1))
         await news.until(lambda: one.unreached)
+        assert not one.side.ask(2, deposit(1))
         two = Agent(news, 2, ports=range(port, port + 1), limits=HASTY)
         with closing(two):
-            await news.until(lambda: len(two.asked) == MOST_WAITING)
-        assert [message for _, message in two.asked] == [deposit(n) for n in range(MOST_WAITING)]
+            await news.until(lambda: one.told)
+            assert one.side.ask(2, deposit(1))
+            await news.until(lambda: two.asked)
         assert len(one.unreached) == 1
         node, why = one.unreached[0]
         assert node == 2
@@ -217,7 +218,7 @@ async def test_an_address_may_have_become_another_nodes() -> None:
     one, three, idle = Agent(news, 1, limits=HASTY), Agent(news, 3), Agent(news)
     with closing(one, three, idle):
         introduce(one, 2, n2=three.address, n4=idle.address)
-        assert one.side.ask(4, deposit(1))
+        assert not one.side.ask(4, deposit(1))
         await news.until(lambda: len(one.unreached) == 2)
         assert one.told == []
         assert dict(one.unreached) == {
@@ -225,8 +226,10 @@ async def test_an_address_may_have_become_another_nodes() -> None:
             4: "node 4 ended the connection: node 4 is not here: this is no node yet",
         }
         idle.side.begin(4)
-        await news.until(lambda: idle.asked)
+        await news.until(lambda: one.told)
         assert one.told == [("joined", 4)]
+        assert one.side.ask(4, deposit(1))
+        await news.until(lambda: idle.asked)
 
 
 @on_a_loop
@@ -302,9 +305,10 @@ async def test_a_node_that_moves_is_dialled_where_it_is() -> None:
         introduce(one, 2, n2=two.address)
         await news.until(lambda: one.told)
         introduce(one, 2, n2=moved.address)
+        await news.until(lambda: len(one.told) == 3)
+        assert one.told == [("joined", 2), ("lost", 2), ("joined", 2)]
         assert one.side.ask(2, deposit(1))
         await news.until(lambda: moved.asked)
-        assert one.told == [("joined", 2), ("lost", 2), ("joined", 2)]
         assert two.asked == []
 
 

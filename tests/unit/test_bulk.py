@@ -30,6 +30,7 @@ from everstep.wire.bulk import (
     Stranger,
     Throttle,
     fetch,
+    greet,
     push,
 )
 from everstep.wire.bulk_door import Use, admit, enter, receive
@@ -395,6 +396,42 @@ def test_a_wrong_key_gets_nothing(station: Station) -> None:
     assert all("does not know the job's secret" in why for _, why in station.refused)
     fetch(sink, [offer], CALLER, deadline_s=WAIT_S)  # the ticket is as good as it was
     assert room == DATA
+
+
+def test_a_crowd_of_strangers_is_told_of_sparingly(stations: Callable[..., Station]) -> None:
+    station = stations(limits=Limits(refusals_per_minute=3))
+    for _ in range(10):
+        say(station.listener.port, bytes(101))
+    station.listener.close()
+    assert len(station.refused) == 3
+
+
+def test_a_greeting_shows_that_the_right_listener_is_there_and_opens_nothing(
+    stations: Callable[..., Station],
+) -> None:
+    station, other = stations(), stations()
+    door = station.offer(station.listener.greeting)
+    for _ in range(3):
+        greet(door, CALLER, deadline_s=WAIT_S)
+    assert station.refused == []
+    sink, _ = sink_for()
+    with pytest.raises(Refused, match="unknown"):
+        fetch(sink, [door], CALLER, deadline_s=WAIT_S, streams=1)
+    with pytest.raises(Refused, match="unknown"):
+        greet(other.offer(station.listener.greeting), CALLER, deadline_s=WAIT_S)
+    with pytest.raises(Refused, match="unknown"):
+        greet(station.lend(), CALLER, deadline_s=WAIT_S)  # a ticket is no greeting
+    with pytest.raises(Cut, match="does not have its secret"):
+        greet(door, Caller(key=b"x" * 32, node=1), deadline_s=WAIT_S)
+
+
+def test_a_greeting_that_nobody_answers_takes_its_time_and_no_more() -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        door = Offer(host=HOST, port=silent.getsockname()[1], ticket=bytes(16))
+        with pytest.raises(Cut, match="did not answer in time"):
+            greet(door, CALLER, deadline_s=0.1)
+    with pytest.raises(Cut, match="Connection refused"):
+        greet(door, CALLER, deadline_s=WAIT_S)
 
 
 def test_a_listener_without_the_key_gets_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,13 +16,21 @@ from tests.unit.test_agent_remote import VERSIONS, Case, until
 from everstep.agent.desk import Desk, RecentLines
 from everstep.agent.fleet import Fleet
 from everstep.core.actions import End
-from everstep.launch.client import _QUEUED, NoJobError, _Writer, ask_status, read_logs, stop_job
+from everstep.errors import TransientError
+from everstep.launch.client import (
+    _QUEUED,
+    Contact,
+    NoJobError,
+    _Writer,
+    ask_status,
+    read_logs,
+    stop_job,
+)
 from everstep.wire import clients, nodes
 from everstep.wire.clients import AskLogs, Line
 from everstep.wire.messages import ScriptSpec
 from everstep.wire.secret import make_secret
 
-T = TypeVar("T")
 PATIENCE_S = 20.0
 
 
@@ -49,11 +57,12 @@ class Client:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self.where = ("127.0.0.1", case.registry.port)
+        self._port = case.registry.port
+        self.patience_s = PATIENCE_S
         self.said: list[str] = []
 
     async def status(self) -> clients.Status:
-        return await self._ask(ask_status, PATIENCE_S, self.said.append)
+        return await asyncio.to_thread(ask_status, self.contact())
 
     async def logs(self, *ranks: int, follow: bool = False, tail: int = -1) -> list[str]:
         printer = Kept()
@@ -61,16 +70,19 @@ class Client:
         return printer.texts
 
     async def read(self, printer: Kept, asked: AskLogs) -> None:
-        await self._ask(read_logs, PATIENCE_S, asked, printer, self.said.append)
+        await asyncio.to_thread(read_logs, self.contact(), asked, printer)
 
     async def stop(self, *, now: bool) -> None:
-        def ask(where: Any, secret: Any) -> None:
-            stop_job(where, secret, PATIENCE_S, self.said.append, now=now)
+        await asyncio.to_thread(stop_job, self.contact(), now=now)
 
-        await self._ask(ask)
-
-    async def _ask(self, ask: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.to_thread(ask, self.where, self._case.secret, *arguments)
+    def contact(self, **other: Any) -> Contact:
+        known: dict[str, Any] = {
+            "where": ("127.0.0.1", self._port),
+            "secret": self._case.secret,
+            "timeout_s": self.patience_s,
+            "say": self.said.append,
+        }
+        return Contact(**known | other)
 
 
 def play(act: Callable[[Case, Client], Awaitable[None]]) -> None:
@@ -163,6 +175,8 @@ def test_a_stop_is_asked_for_once_and_waits_for_the_end(now: bool) -> None:
 def test_after_the_end_everybody_is_told_so() -> None:
     async def act(case: Case, client: Client) -> None:
         over(case, 1, "why")
+        status = await client.status()
+        assert (status.exit_code, status.text) == (1, "why")
         asking = asyncio.create_task(client.stop(now=False))
         await until(lambda: len(client.said) == 2)
         assert client.said[1] == "it ends with exit code 1: why"
@@ -187,7 +201,11 @@ def test_lines_of_all_of_some_ranks_and_the_newest() -> None:
         assert await client.logs(tail=2) == ["line 5", "note: look"]
         assert await client.logs(1, tail=1) == ["line 4"]
         assert await client.logs(tail=0) == []
-        assert await client.logs(7) == []
+        assert await client.logs(7, 1) == [
+            "the job has ranks 0-3, and not rank 7",
+            "line 1",
+            "line 4",
+        ]
 
     play(act)
 
@@ -209,6 +227,20 @@ def test_who_follows_has_the_old_lines_and_the_new_ones_up_to_the_end() -> None:
         await asyncio.wait_for(reading, PATIENCE_S)
         assert printer.texts == ["old", "new", "last"]
         assert printer.gaps == []
+
+    play(act)
+
+
+def test_who_follows_a_job_that_says_nothing_is_in_touch_with_it() -> None:
+    async def act(case: Case, client: Client) -> None:
+        client.patience_s = 2.0
+        reading = asyncio.create_task(client.read(Kept(), AskLogs(ranks=(), follow=True)))
+        await until(lambda: bool(case.registry._desk._readers))
+        case.registry.close()
+        await until(lambda: bool(client.said))
+        assert "waiting up to 2 s for a coordinator" in client.said[0]
+        with pytest.raises(NoJobError, match="it was tried for 2 s"):
+            await reading
 
     play(act)
 
@@ -268,9 +300,9 @@ def test_a_slow_reader_falls_behind_and_the_numbers_say_how_far() -> None:
         for number in range(100):
             desk.output(number % 2, 1, "stdout", str(number))
         await asyncio.sleep(0)
-        assert jam.sent == []
+        assert jam.lines() == []
         jam.jammed = False
-        await until(lambda: bool(jam.sent))
+        await until(lambda: bool(jam.lines()))
         assert [line.text for line in jam.lines()] == [str(number) for number in range(90, 100)]
         assert [line.number for line in jam.lines()[:2]] == [46, 46]
         desk.close()
@@ -384,10 +416,29 @@ def _kept(printed: list[tuple[int, int]], max_bytes: int, max_lines: int) -> lis
 # ---------------------------------------------------------------- nobody there
 
 
+def test_a_coordinator_that_moves_is_looked_for_before_each_attempt() -> None:
+    async def act(case: Case, client: Client) -> None:
+        asked: list[str] = []
+
+        async def find() -> tuple[str, int]:
+            asked.append("where?")
+            if len(asked) == 1:
+                raise TransientError("nobody coordinates now")
+            return "127.0.0.1", case.registry.port
+
+        contact = client.contact(where=("", 0), find=find)
+        assert (await asyncio.to_thread(ask_status, contact)).run_id == "r"
+        assert client.said == ["nobody coordinates now; trying for 20 s"]
+
+    play(act)
+
+
 def test_where_nobody_listens_the_error_says_so() -> None:
     said: list[str] = []
     with pytest.raises(NoJobError, match=r"nobody listens there.*it was tried for 0\.3 s") as error:
-        ask_status(("127.0.0.1", 1), make_secret(), 0.3, said.append)
+        ask_status(
+            Contact(where=("127.0.0.1", 1), secret=make_secret(), timeout_s=0.3, say=said.append)
+        )
     assert error.value.exit_code == 3
     assert "trying for 0.3 s" in said[0]
 
@@ -395,9 +446,7 @@ def test_where_nobody_listens_the_error_says_so() -> None:
 def test_another_secret_is_refused_with_words_at_both_ends() -> None:
     async def act(case: Case, client: Client) -> None:
         with pytest.raises(NoJobError, match="is its secret the same"):
-            await asyncio.to_thread(
-                ask_status, client.where, make_secret(), 0.5, client.said.append
-            )
+            await asyncio.to_thread(ask_status, client.contact(secret=make_secret(), timeout_s=0.5))
         (_, note) = await case.until_told("note")
         assert "was refused" in note
         assert "secret" in note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -83,6 +83,10 @@ class Recorder:
 
     def send(self, rank: int, incarnation: int, message: m.ToWorker) -> None:
         self.done.append(("send", rank, incarnation, message))
+
+    def send_all(self, members: Iterable[tuple[int, int]], message: m.ToWorker) -> None:
+        for rank, incarnation in members:
+            self.send(rank, incarnation, message)
 
     def metrics(self, rank: int, step: int, log: Mapping[str, float]) -> None:
         self.done.append(("metrics", rank, step, dict(log)))

@@ -42,7 +42,7 @@ def test_the_largest_gloo_group_is_bounded_by_the_largest_message() -> None:
     def answer(world: int) -> bytes:
         entries = dict.fromkeys(range(world), gloo_payload(world, world))
         addresses = messages.Addresses(generation=0, group="world", entries=entries)
-        told = nodes.Tell(rank=0, incarnation=0, message=addresses)
+        told = nodes.Tell(to=((0, 0),), message=addresses)
         return encode_data(told, Limits().max_message_bytes)
 
     largest = largest_gloo_world()

@@ -148,6 +148,32 @@ def test_what_is_no_journal_is_not_gone_on_with(tmp_path: Path) -> None:
         JournalWriter(tmp_path / "j", run_id="r", wall_time=0.0, resume=True)
 
 
+def test_times_of_another_host_are_moved_to_the_first_ones_clock(tmp_path: Path) -> None:
+    def write(at_s: float, wall_time: float, boot_id: str, *, resume: bool) -> None:
+        clock = itertools.count(at_s).__next__
+        writer = JournalWriter(
+            tmp_path / "j", run_id="r", wall_time=1000.0, clock=clock, resume=resume
+        )
+        writer.write("coordinator_started", {"boot_id": boot_id, "wall_time": wall_time})
+        writer.write("fault_fired", {"fired_t": at_s + 0.5})
+        writer.write("incident_opened", {"cause": {"at_s": None}})
+        writer.write("incident_cause", {"cause": {"at_s": at_s + 1.5}})
+        writer.close()
+
+    write(100.0, 1001.0, "a", resume=False)  # 100 to 104
+    write(7.0, 1020.0, "b", resume=True)  # begins 20 s after the header
+    write(5000.0, 1010.0, "c", resume=True)  # its wall clock is behind
+    write(6000.0, 1030.0, "c", resume=True)
+    records = read_journal(tmp_path / "j")
+    first, moved, behind, same = records[1:5], records[5:9], records[9:13], records[13:]
+    assert [record["t"] for record in first] == [101.0, 102.0, 103.0, 104.0]
+    assert [record["t"] for record in moved] == [120.0, 121.0, 122.0, 123.0]
+    assert moved[1]["fired_t"] == 120.5
+    assert (moved[2]["cause"]["at_s"], moved[3]["cause"]["at_s"]) == (None, 121.5)
+    assert [record["t"] for record in behind] == [123.0, 124.0, 125.0, 126.0]
+    assert same[0]["t"] == 1123.0
+
+
 def told(directory: RunDirectory, steps: range) -> None:
     """What two ranks commit in `steps`."""
     for step in steps:

@@ -74,7 +74,9 @@ def test_all_settings_arrive_as_they_were() -> None:
         )
         faults = faults_of(settings, ["coordinator:step=5", "kill:rank=1,step=2,at=fence"])
         settings = RunSettings(**{**vars(settings), "chaos": faults})
-        begin = relay.Begin(settings=settings, runner="a:b", preload=("torch",), resume=True)
+        begin = relay.Begin(
+            settings=settings, port=29400, runner="a:b", preload=("torch",), resume=True
+        )
         case.launcher.send(begin)
         async with asyncio.timeout(10):
             await case.launcher.flushed()

@@ -227,7 +227,7 @@ def test_the_world_is_all_nodes() -> None:
         ({"coordinator": "head"}, "must be HOST:PORT"),
         ({"coordinator": "head:0"}, "must be HOST:PORT"),
         ({"local_nodes": -1}, "must not be negative"),
-        ({"chaos": ("node:index=0,step=1",)}, "give it some with --local-nodes"),
+        ({"chaos": ("node:index=0,step=1",)}, "give it nodes with --local-nodes"),
     ],
 )
 def test_what_makes_no_job_of_several_nodes(arguments: dict[str, Any], says: str) -> None:

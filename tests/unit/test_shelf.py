@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 from everstep import snapshot
 from everstep.agent.budget import Budget, measure, size
-from everstep.agent.shelf import Area, Shelf, StillNeeded, sweep
+from everstep.agent.shelf import Area, Shelf, create_locked, refusal, sweep
 from everstep.errors import UserError
 from everstep.snapshot import About, Layout, Manifest, SnapshotError, Tensor
 
@@ -30,12 +30,20 @@ def fill(area: Area, step: int, rank: int | None = None) -> Manifest:
         return snapshot.write(view, LAYOUT, about, {"w": bytes([step % 256]) * 1000})
 
 
-def put(
-    shelf: Shelf, step: int, acknowledged: int = -1, rank: int = 0, incarnation: int = 1
-) -> Area:
-    area = shelf.begin(
-        rank=rank, incarnation=incarnation, nbytes=LAYOUT.nbytes, acknowledged=acknowledged
-    )
+def begin(shelf: Shelf, keep: Collection[int] = (), **more: int) -> Area:
+    asked = {"rank": 0, "incarnation": 1, "nbytes": LAYOUT.nbytes, **more}
+    area = shelf.begin(keep=keep, **asked)
+    if area.fd < 0:
+        try:
+            assert shelf.furnish(area, create_locked(area.path, area.nbytes))
+        except OSError as error:
+            shelf.abandon(area)
+            raise refusal(area.path, error) from error
+    return area
+
+
+def put(shelf: Shelf, step: int, keep: Collection[int] = (), **more: int) -> Area:
+    area = begin(shelf, keep, **more)
     shelf.commit(area, fill(area, step))
     return area
 
@@ -53,7 +61,7 @@ def shelf(tmp_path: Path) -> Iterator[Shelf]:
 
 
 def test_a_copy_is_there_when_its_manifest_is(shelf: Shelf) -> None:
-    area = shelf.begin(rank=2, incarnation=5, nbytes=LAYOUT.nbytes)
+    area = begin(shelf, rank=2, incarnation=5)
     assert area.path.name == "n3-r2.5-1"
     assert area.path.parent.name == "everstep-copies-run"
     assert area.path.stat().st_blocks * 512 >= LAYOUT.nbytes
@@ -61,58 +69,71 @@ def test_a_copy_is_there_when_its_manifest_is(shelf: Shelf) -> None:
     assert shelf.newest(2) is None
     shelf.commit(area, manifest)
     assert shelf.newest(2) is area
-    assert shelf.ranks() == [2]
+    assert shelf.held() == [(2, 4)]
     with area.bytes() as view:
         assert view.readonly
         snapshot.verify(manifest, view)
     assert snapshot.decode(area.manifest_path.read_bytes()) == manifest
 
 
-def test_two_areas_take_turns_and_the_newest_is_never_touched(shelf: Shelf) -> None:
-    first, second = put(shelf, 1), put(shelf, 2, acknowledged=1)
+def test_areas_take_turns_and_what_is_needed_is_never_touched(shelf: Shelf) -> None:
+    first, second = put(shelf, 1), put(shelf, 2, keep=[1])
     assert steps(shelf) == [2, 1]
-    third = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=2)
+    third = begin(shelf, keep=[2])
     assert third is first
     assert steps(shelf) == [2]
     assert not first.manifest_path.exists()
     shelf.commit(third, fill(third, 3))
     assert steps(shelf) == [3, 2]
-    assert put(shelf, 4, acknowledged=3) is second
+    assert put(shelf, 4, keep=[3]) is second
+    assert shelf.nbytes == 2 * LAYOUT.nbytes
+    assert put(shelf, 5, keep=[3, 4]) not in (first, second)
+    assert steps(shelf) == [5, 4, 3]
+
+
+def test_a_copy_that_is_made_again_takes_its_own_place(shelf: Shelf) -> None:
+    """Another attempt at the step, by the same process: no third area, and no new memory."""
+    first, second = put(shelf, 1), put(shelf, 2, keep=[1])
+    assert begin(shelf, keep=[1]) is second
+    assert begin(shelf, keep=[1]) is second
+    assert steps(shelf) == [1]
+    shelf.commit(second, fill(second, 2))
+    assert begin(shelf, keep=[2]) is first
     assert shelf.nbytes == 2 * LAYOUT.nbytes
 
 
-def test_the_newest_stays_whatever_is_said_to_be_acknowledged(shelf: Shelf) -> None:
-    put(shelf, 1)
-    put(shelf, 2)
-    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=99)
-    again = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=99)
-    assert again is not area  # the first was given up: its writer may still have it
-    assert steps(shelf) == [2]
-
-
-def test_what_is_not_acknowledged_stays(shelf: Shelf) -> None:
-    put(shelf, 1)
-    put(shelf, 2, acknowledged=0)
-    with pytest.raises(StillNeeded, match="step 2 and step 1 are being read or not yet ack"):
-        shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=1)
-    assert steps(shelf) == [2, 1]
-
-
-def test_what_is_read_stays(shelf: Shelf) -> None:
+def test_what_is_read_is_not_written_over(shelf: Shelf) -> None:
+    """Its memory goes with the reader, and counts until then."""
     first = put(shelf, 1)
-    put(shelf, 2)
+    put(shelf, 2, keep=[1])
     with first.bytes() as view:
-        with pytest.raises(StillNeeded):
-            shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=2)
+        third = put(shelf, 3, keep=[2])
+        assert third is not first
         assert view[-1] == 1
-    assert put(shelf, 3, acknowledged=2) is first
+        assert not first.path.exists()
+        assert shelf.nbytes == 3 * LAYOUT.nbytes
+    assert shelf.nbytes == 2 * LAYOUT.nbytes
+
+
+def test_memory_may_come_when_nobody_wants_it_any_more(shelf: Shelf) -> None:
+    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+    assert area.fd == -1
+    assert shelf.nbytes == LAYOUT.nbytes, "it counts from when it is asked for"
+    again = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+    assert again is not area
+    fd = create_locked(area.path, area.nbytes)
+    assert not shelf.furnish(area, fd)
+    assert not area.path.exists()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert shelf.nbytes == LAYOUT.nbytes
 
 
 def test_a_new_incarnation_never_writes_where_an_old_one_may(shelf: Shelf) -> None:
     first = put(shelf, 1)
-    slow = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=1)
+    slow = begin(shelf, keep=[1])
     with slow.bytes() as zombie:
-        area = put(shelf, 2, acknowledged=1, incarnation=2)
+        area = put(shelf, 2, keep=[1], incarnation=2)
         zombie[:] = b"x" * len(zombie)  # the old writer wakes up
         with area.bytes() as view:
             assert area.manifest is not None
@@ -120,7 +141,7 @@ def test_a_new_incarnation_never_writes_where_an_old_one_may(shelf: Shelf) -> No
         with pytest.raises(ValueError, match="is not being written"):
             shelf.commit(slow, fill_like(slow))
     assert steps(shelf) == [2, 1]
-    third = put(shelf, 3, acknowledged=2, incarnation=2)
+    third = put(shelf, 3, keep=[2], incarnation=2)
     assert third.path not in (first.path, area.path, slow.path)
     assert shelf.nbytes == 2 * LAYOUT.nbytes
 
@@ -133,8 +154,8 @@ def fill_like(area: Area) -> Manifest:
 
 def test_an_abandoned_copy_destroys_nothing(shelf: Shelf) -> None:
     put(shelf, 1)
-    put(shelf, 2)
-    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes, acknowledged=2)
+    put(shelf, 2, keep=[1])
+    area = begin(shelf, keep=[2])
     shelf.abandon(area)
     shelf.abandon(area)
     assert steps(shelf) == [2]
@@ -143,29 +164,34 @@ def test_an_abandoned_copy_destroys_nothing(shelf: Shelf) -> None:
 
 def test_another_size_gets_another_area(shelf: Shelf) -> None:
     first = put(shelf, 1)
-    put(shelf, 2)
-    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes + 5, acknowledged=2)
+    put(shelf, 2, keep=[1])
+    area = begin(shelf, keep=[2], nbytes=LAYOUT.nbytes + 5)
     assert area is not first
     assert not first.path.exists()
     assert area.path.stat().st_size == LAYOUT.nbytes + 5
 
 
-def test_going_back_forgets_the_future(shelf: Shelf) -> None:
+def test_steps_to_which_nobody_goes_back_are_given_up(shelf: Shelf) -> None:
     put(shelf, 1)
-    put(shelf, 2)
-    shelf.go_back(1)
-    assert steps(shelf) == [1]
-    put(shelf, 2, acknowledged=1)
+    put(shelf, 2, keep=[1])
+    put(shelf, 2, rank=7)
+    half = begin(shelf, rank=8)
+    shelf.retain([1])
+    assert shelf.held() == [(0, 1)]
+    assert half.under_way
+    put(shelf, 2, keep=[1])
     assert steps(shelf) == [2, 1]
+    shelf.drop(0, 2)
+    assert steps(shelf) == [1]
+    shelf.drop(0)
+    assert steps(shelf) == []
 
 
 def test_a_manifest_of_something_else_is_refused(shelf: Shelf) -> None:
     put(shelf, 5)
-    area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+    area = begin(shelf, keep=[5])
     with pytest.raises(SnapshotError, match="manifest of rank 1 came"):
         shelf.commit(area, fill(area, 6, rank=1))
-    with pytest.raises(SnapshotError, match="came after that of step 5"):
-        shelf.commit(area, fill(area, 4))
     manifest = fill(area, 6)
     with area.bytes() as view:
         view[0] ^= 1
@@ -181,7 +207,7 @@ def test_memory_goes_with_its_last_user(shelf: Shelf) -> None:
     area = put(shelf, 1)
     with area.bytes() as view:
         shelf.drop(0)
-        assert shelf.ranks() == []
+        assert shelf.held() == []
         assert not area.path.exists()
         assert view[-1] == 1
         assert area.fd >= 0
@@ -193,9 +219,9 @@ def test_memory_goes_with_its_last_user(shelf: Shelf) -> None:
 def test_an_agent_that_comes_back_adopts_what_is_complete(tmp_path: Path) -> None:
     before = Shelf(tmp_path, "run", 0, PLENTY)
     put(before, 1, rank=4)
-    put(before, 2, rank=4)
+    put(before, 2, keep=[1], rank=4)
     put(before, 1, rank=5)
-    half = before.begin(rank=5, incarnation=1, nbytes=LAYOUT.nbytes)
+    half = begin(before, keep=[1], rank=5)
     before.close(keep=True)
     half.path.write_bytes(b"half")
     after = Shelf(tmp_path, "run", 7, Budget(limit_bytes=LAYOUT.nbytes))
@@ -207,7 +233,7 @@ def test_an_agent_that_comes_back_adopts_what_is_complete(tmp_path: Path) -> Non
     assert newest.manifest is not None
     with newest.bytes() as view:
         snapshot.verify(newest.manifest, view)
-    area = put(after, 3, acknowledged=2, rank=4)  # the adopted ones are within the budget
+    area = put(after, 3, keep=[2], rank=4)  # the adopted ones are within the budget
     assert area.path.name.startswith("n7-r4.1-")
     after.close()
     assert list(tmp_path.iterdir()) == []
@@ -221,7 +247,7 @@ def test_an_agent_does_not_adopt_what_another_holds(tmp_path: Path) -> None:
     assert third.adopted == []
     third.close()
     one.close()
-    assert other.ranks() == [1]
+    assert other.held() == [(1, 1)]
     assert sweep(tmp_path) == []
     assert other.newest(1) is not None
     other.close()
@@ -246,7 +272,7 @@ def test_what_is_damaged_is_not_adopted(tmp_path: Path, damage: str) -> None:
             area.manifest_path.write_bytes(text)
     after = Shelf(tmp_path, "run", 1, PLENTY)
     assert after.adopted == []
-    assert after.ranks() == []
+    assert after.held() == []
     after.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -288,10 +314,10 @@ def test_copies_outlive_a_killed_agent(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from tests.unit.test_shelf import PLENTY, LAYOUT, Shelf, put
+from tests.unit.test_shelf import PLENTY, Shelf, begin, put
 shelf = Shelf(Path({str(tmp_path)!r}), "run", 0, PLENTY)
 put(shelf, 6)
-area = shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+area = begin(shelf, keep=[6])
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -318,7 +344,7 @@ def test_the_budget_refuses_before_memory_is_taken(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path, "run", 0, Budget(limit_bytes=int(1.5 * LAYOUT.nbytes)))
     put(shelf, 1)
     with pytest.raises(UserError, match=r"a copy of rank 0 on node 0 needs 1\.\d KiB.*take 1\.\d"):
-        shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+        begin(shelf, keep=[1])
     assert steps(shelf) == [1]
     shelf.close()
 
@@ -332,7 +358,8 @@ def test_a_full_directory_is_said_with_its_remedy(
     shelf = Shelf(tmp_path, "run", 0, PLENTY)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(UserError, match="bytes free, too few for another copy"):
-        shelf.begin(rank=0, incarnation=1, nbytes=LAYOUT.nbytes)
+        begin(shelf)
+    assert shelf.nbytes == 0
     shelf.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -76,6 +76,32 @@ def test_nodes_of_a_journal() -> None:
     assert [(n.node, n.slot) for n in again.overview.nodes] == [(0, 0), (1, 1)]
 
 
+def test_a_coordinator_that_comes_back() -> None:
+    joined = [record(0.2, "node_joined", node=node, host="h", domain="") for node in range(2)]
+    gathered = record(0.3, "gathered", nodes=[0, 1], spares=0)
+    listening = {"host": "h", "port": 1}
+    here = {"boot_id": "b", "wall_time": 1.0}
+    records = [
+        begin()[0],
+        record(0.05, "coordinator_started", term=0, step=0, **here),
+        begin()[1],
+        record(0.15, "listening", **listening),
+        *joined,
+        gathered,
+        *[spawned(rank) for rank in range(4)],
+        begin()[2],
+        *steps(1, 2, 1.0),
+        record(5.0, "coordinator_started", term=1, step=2, **here),
+        record(5.1, "listening", **listening),
+        record(5.2, "coordinator_resumed", term=1, undisturbed=True, text="back"),
+        *steps(3, 4, 5.5),
+    ]
+    phases = [status_of(records[: number + 1]).overview.phase for number in range(len(records))]
+    assert phases[3:7] == ["gathering", "gathering", "gathering", "setting up"]
+    assert phases[11:] == [*["running"] * 3, "reconvening", "reconvening", *["running"] * 3]
+    assert status_of(records).term == 1
+
+
 def test_one_that_has_ended() -> None:
     ranks = [spawned(rank) for rank in range(4)]
     end = record(9.0, "job_ended", exit_code=3, text="rank 1 was killed", cause=cause())

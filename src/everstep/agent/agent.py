@@ -76,6 +76,7 @@ class _Agent:
             on_message=self._take,
             on_lost=self._lost,
             on_waiting=self._waiting,
+            find=None if self._settings.where is None else self._find,
         )
         neighbours: Neighbours | None = None
         try:
@@ -112,6 +113,20 @@ class _Agent:
             ) from None
         if self._failure is not None:
             raise self._failure
+
+    async def _find(self) -> tuple[str, int]:
+        """Where the coordinator is now."""
+        assert self._settings.where is not None
+        place = await self._settings.where()
+        if place is None:
+            raise TransientError("nobody coordinates the job now: its lease is free")
+        host, port, term = place
+        if term < self._newest_term:
+            raise TransientError(
+                f"the lease tells of the coordinator of term {term}, and term {self._newest_term} "
+                "has begun"
+            )
+        return host, port
 
     def _listen(self) -> Neighbours:
         """Listen for other agents, where the coordinator can be reached from."""

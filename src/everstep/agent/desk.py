@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from everstep.agent.fleet import Fleet
+from everstep.core.words import name_ranks
 from everstep.observe.narrate import Narrator
 from everstep.observe.pace import Pace
 from everstep.types import Record
@@ -186,7 +187,7 @@ class Desk:
     # ------------------------------------------------------------ answers
 
     def _status(self) -> clients.Status:
-        pace = self._pace
+        pace, (exit_code, text) = self._pace, self._outcome()
         return clients.Status(
             run_id=self._run_id,
             script=self._script,
@@ -197,6 +198,8 @@ class Desk:
             incidents=self._narrator.incidents,
             overview=self._fleet.overview(),
             agents=self._agents(),
+            exit_code=exit_code,
+            text=text,
         )
 
     def _stop(self, *, now: bool, who: str) -> None:
@@ -212,12 +215,18 @@ class Desk:
             self._tell_over(peer)
 
     def _tell_over(self, peer: int) -> None:
+        exit_code, text = self._outcome()
+        if exit_code is not None:
+            self._outgoing.send(peer, clients.Over(exit_code=exit_code, text=text))
+
+    def _outcome(self) -> tuple[int | None, str]:
+        """The job's exit code and the words for it; None and "" while it runs, and when only this
+        coordinator leaves it."""
         ended = self._fleet.ended
-        if ended.cancelled():
-            return
+        if not ended.done() or ended.cancelled():
+            return None, ""
         error = ended.exception()
-        text = ended.result().text if error is None else str(error)
-        self._outgoing.send(peer, clients.Over(exit_code=self._fleet.exit_code, text=text))
+        return self._fleet.exit_code, ended.result().text if error is None else str(error)
 
     # ------------------------------------------------------------ lines
 
@@ -230,7 +239,19 @@ class Desk:
             at = self._recent.tail(asked.tail, ranks)
         until = None if asked.follow else self._recent.end
         self._readers[peer] = reader = _Reader(peer=peer, ranks=ranks, at=at, until=until)
+        self._send(peer, self._objection(ranks), last=False)  # heard, though there may be nothing
         self._look(reader)
+
+    def _objection(self, ranks: Collection[int]) -> list[Line]:
+        """What is wrong with the question, as a line of our own."""
+        if not ranks:
+            return []
+        world_size = self._fleet.overview().world_size
+        unknown = [rank for rank in ranks if not 0 <= rank < world_size]
+        if not unknown:
+            return []
+        text = f"the job has {name_ranks(range(world_size))}, and not {name_ranks(unknown)}"
+        return [Line(0, 0, clients.OWN, 0, "stderr", text)]
 
     def _look(self, reader: _Reader) -> None:
         """Serve a reader, and look again later unless that was all."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from everstep.agent.ferry import Ferry
@@ -60,6 +60,10 @@ class NodeHandle(Protocol):
 
     def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
         """Send a message to a worker."""
+        ...
+
+    def send_all(self, members: Sequence[Member], message: ToWorker) -> None:
+        """Send a message to several workers."""
         ...
 
     def look(self) -> None:
@@ -308,6 +312,15 @@ class Fleet:
         node = self._home(rank, incarnation)
         if node is not None:
             node.send(rank, incarnation, message)
+
+    def send_all(self, members: Iterable[Member], message: ToWorker) -> None:
+        """Send a message to several workers: once to each node, for it may be large."""
+        by_node: dict[int, list[Member]] = {}
+        for member in members:
+            if member in self._homes:
+                by_node.setdefault(self._homes[member], []).append(member)
+        for number, there in by_node.items():
+            self._nodes[number].send_all(there, message)
 
     def peers(self, guardians: Mapping[int, int | None]) -> None:
         """Tell nodes of each other."""

@@ -94,6 +94,14 @@ def numeric(host: str, *, alone: bool = True) -> str:
     return address
 
 
+def has_address(host: str) -> bool:
+    """Whether a host's name leads anywhere by now. Blocks for the name."""
+    try:
+        return bool(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return False
+
+
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 

@@ -85,6 +85,7 @@ class Keeping:
         self._guardian: int | None = None  # None until it is told
         self._former: set[int] = set()  # guardians before it, which need not keep anything now
         self._joined: set[int] = set()
+        self._unreached = False  # the guardian is, so that nobody waits for it
         self._number = 0
         self._outbox: deque[tuple[int, int, Keepsake]] = deque()
         self._under_way: deque[_UnderWay] = deque()
@@ -114,7 +115,7 @@ class Keeping:
         if isinstance(message, Capsule) and message.turn:
             self._awaited[rank] = incarnation, message.turn
         self._keep(rank, incarnation, message)
-        if self._guardian == NOBODY:
+        if self._guardian == NOBODY or self._unreached:
             self._release_all()
 
     def peers(self, order: Peers) -> None:
@@ -129,7 +130,7 @@ class Keeping:
             self._former.add(self._guardian)
         self._former &= order.addresses.keys() - {order.guardian}
         self._guardian = order.guardian
-        self._forget_under_way()
+        self._unreached = False
         if order.guardian == NOBODY:
             self._release_all()
         elif order.guardian in self._joined:
@@ -141,13 +142,19 @@ class Keeping:
         """There is a connection to ask a node."""
         self._joined.add(node)
         if node == self._guardian:
+            self._unreached = False
             self._deposit_all()
 
     def lost(self, node: int) -> None:
         """There is none any more."""
         self._joined.discard(node)
+
+    def unreached(self, node: int) -> None:
+        """There has been none for too long. Nobody waits for the guardian until there is: what is
+        kept is on this node alone meanwhile."""
         if node == self._guardian:
-            self._forget_under_way()
+            self._unreached = True
+            self._release_all()
 
     def asked(self, node: int, message: Deposit | Withdrawn) -> None:
         """Another node wants something kept, or no longer."""
@@ -201,7 +208,8 @@ class Keeping:
         return [rank for rank in self._kept if rank not in self._wards]
 
     def _deposit_all(self) -> None:
-        self._forget_under_way()
+        self._outbox.clear()
+        self._under_way.clear()
         for rank in self._own():
             for incarnation, message in self._kept[rank].listed():
                 self._outbox.append((rank, incarnation, message))
@@ -223,10 +231,6 @@ class Keeping:
                 number=self._number, rank=rank, incarnation=incarnation, message=message
             )
             self._neighbours.ask(self._guardian, deposit)  # where it fails, `lost` follows
-
-    def _forget_under_way(self) -> None:
-        self._outbox.clear()
-        self._under_way.clear()
 
     def _withdraw(self) -> None:
         """The guardian has all: those before it need not keep it."""

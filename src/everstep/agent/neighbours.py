@@ -4,8 +4,9 @@ Theory of operation: each agent listens for its peers (a hub), and makes a link 
 needs, when it first has something for it. What it asks goes over its own link; the answer comes
 back on that connection, in order. Who connects says first which node it is and which it is looking
 for: an address may have become another's, and a node that has left the job is not listened to. A
-link that is lost is made again for as long as `Peers` lists the node; what was under way may or may
-not have arrived, and is for the caller to say again.
+link that is lost is made again for as long as `Peers` lists the node. Nothing waits here for a
+link: what is to be asked, or asked again since it may not have arrived, the caller knows, and is
+told when it can be.
 
 The hub outlives the agent's tenures, so that its port can be told before the node has a number.
 
@@ -16,9 +17,8 @@ the coordinator's to decide. Loop thread only; nothing blocks but `close`.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from everstep.wire.network import Hub, Limits, Link
@@ -26,9 +26,6 @@ from everstep.wire.nodes import Peers
 from everstep.wire.peers import FromPeer, Greeted, Greeting, ToPeer
 from everstep.wire.secret import Secret
 
-MOST_WAITING: Final = 1024
-"""Messages that may wait for one link to come about. All ranks of a large node offer a copy or two,
-and then wait themselves."""
 _NOBODY: Final = -1
 
 
@@ -59,7 +56,6 @@ class _Way:
 
     node: int
     address: tuple[str, int]
-    waiting: deque[ToPeer] = field(default_factory=deque)
     link: Link[FromPeer] | None = None
     open: bool = False
     why: str = "it has not answered"
@@ -151,21 +147,16 @@ class Neighbours:
     # ------------------------------------------------------------ what is said
 
     def ask(self, node: int, message: ToPeer) -> bool:
-        """Send a message over the link to a node, which is made if there is none; it waits until it
-        is open. What is asked of one node arrives in order. False: the node is not listed, too much
-        waits already, or the connection has just ended, as `on_lost` is about to tell.
+        """Send a message over the link to a node; what is asked of one node arrives in order.
+        False: there is none that stands. One is made, and `on_joined` will tell of it, but where
+        the node is not listed; or it has just ended, and `on_lost` is about to tell.
 
         Raises ChannelError when the message is too large.
         """
         if not self.reach(node):
             return False
         way = self._ways[node]
-        if way.open and way.link is not None:
-            return way.link.send(message)
-        if len(way.waiting) >= MOST_WAITING:
-            return False
-        way.waiting.append(message)
-        return True
+        return way.open and way.link is not None and way.link.send(message)
 
     def answer(self, node: int, message: FromPeer) -> bool:
         """Send a message over the connection that a node has made to this one. False: there is
@@ -233,8 +224,6 @@ class Neighbours:
             way.unreached.cancel()
             way.unreached = None
         way.open = True
-        while way.waiting and way.link is not None and way.link.send(way.waiting[0]):
-            way.waiting.popleft()
         self._events.on_joined(way.node)
 
     def _lost(self, way: _Way, why: str) -> None:

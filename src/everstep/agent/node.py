@@ -269,6 +269,11 @@ class Node:
             if isinstance(message, Stop):
                 self._sentry.interrupted((rank, incarnation))
 
+    def send_all(self, members: Iterable[Member], message: ToWorker) -> None:
+        """Send a message to several workers."""
+        for rank, incarnation in members:
+            self.send(rank, incarnation, message)
+
     def copy_order(self, order: nodes.CopyOrder) -> None:
         """The coordinator's word about copies."""
         self._copies.obey(order)

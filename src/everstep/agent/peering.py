@@ -3,11 +3,12 @@
 Theory of operation: a step must not wait for the coordinator, which may be away. So what a step
 waits for is said from node to node: capsules are acknowledged by the guardian (keeping.py), and a
 copy is offered to its keeper, which answers the rank's node. What was offered and is not answered
-is offered again when the connection has been lost and stands again. The coordinator hears of copies
-too, and first: no rank can commit a step of which it is not about to know the copies.
+is offered again when the connection has been lost and stands again; who is offered again what he
+has taken, or is about to, only says so. The coordinator hears of copies too, and first: no rank can
+commit a step of which it is not about to know the copies.
 
-When the guardian can't be reached nobody waits for it: what is kept is then on one node only, and a
-note says so.
+When a guardian or a keeper can't be reached nobody waits for it: what is kept is then on one node
+only, and a note says so.
 
 It does not know which node is whose guardian or keeper, nor what is said to workers and why. Loop
 thread only.
@@ -18,14 +19,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import msgspec
-
-from everstep.agent.keeping import NOBODY, Keeping
+from everstep.agent.keeping import Keeping
 from everstep.agent.neighbours import Events, Neighbours
 from everstep.wire import nodes, peers
 from everstep.wire.messages import FromWorker, Keepsake, Kept, ToWorker, WorkerSpec
 
 Member = tuple[int, int]  # rank and incarnation
+_MOST_TAKEN = 4  # of one rank: the copies of two steps at most are under way
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,15 @@ class Home:
     note: Callable[[str, str], None]
 
 
+@dataclasses.dataclass(slots=True)
+class _Taken:
+    """What a node has offered to this one, and what it was answered."""
+
+    node: int
+    take: nodes.Take
+    answer: nodes.Secured | peers.Declined | None = None
+
+
 class Peering:
     """Of one node, in one tenure. `number`: the node's."""
 
@@ -48,8 +57,8 @@ class Peering:
         self._home = home
         self._keeping = Keeping(neighbours, self._on_kept)
         self._newest: nodes.Peers | None = None
-        self._offered: dict[tuple[int, int], nodes.Offered] = {}  # by rank and keeper
-        self._sources: dict[tuple[int, int], int] = {}  # by rank and incarnation: who offered
+        self._offered: list[nodes.Offered] = []  # and not answered yet
+        self._taken: dict[int, list[_Taken]] = {}  # by rank, the newest
         neighbours.begin(number)
 
     @property
@@ -75,7 +84,7 @@ class Peering:
         """A generation begins."""
         self._newest = order
         self._offered.clear()
-        self._sources.clear()
+        self._taken.clear()
         self._neighbours.peers(order)
         self._keeping.peers(order)
 
@@ -83,14 +92,15 @@ class Peering:
         """Something about copies, for whom it concerns."""
         match news:
             case nodes.Offered(to=to, take=take):
-                self._offered[take.rank, to] = news
+                self._offered = [o for o in self._offered if not _overtakes(news, o)]
+                self._offered.append(news)
                 self._neighbours.ask(to, take)
             case nodes.Took(rank=rank, incarnation=incarnation, step=step):
                 self._home.tell(news)
                 secured = nodes.Secured(
                     rank=rank, incarnation=incarnation, generation=news.generation, step=step
                 )
-                self._answer(rank, incarnation, secured)
+                self._answer(secured)
             case nodes.Untaken(rank=rank, incarnation=incarnation, step=step, text=text):
                 self._home.tell(news)
                 declined = peers.Declined(
@@ -100,14 +110,16 @@ class Peering:
                     step=step,
                     text=text,
                 )
-                self._answer(rank, incarnation, declined)
+                self._answer(declined)
             case _:
                 self._home.tell(news)
 
-    def _answer(self, rank: int, incarnation: int, answer: nodes.Secured | peers.Declined) -> None:
-        source = self._sources.pop((rank, incarnation), None)
-        if source is not None:  # else it was made here
-            self._neighbours.answer(source, answer)
+    def _answer(self, answer: nodes.Secured | peers.Declined) -> None:
+        for taken in self._taken.get(answer.rank, ()):  # none of a copy that was made here
+            take = taken.take
+            if (take.incarnation, take.step) == (answer.incarnation, answer.step):
+                taken.answer = answer
+                self._neighbours.answer(taken.node, answer)
 
     def _on_kept(self, rank: int, incarnation: int, turn: int) -> None:
         self._home.send(rank, incarnation, Kept(turn=turn))
@@ -117,8 +129,8 @@ class Peering:
     def joined(self, node: int) -> None:
         """There is a connection to ask a node."""
         self._keeping.joined(node)
-        for (_, to), offered in list(self._offered.items()):
-            if to == node:
+        for offered in self._offered:
+            if offered.to == node:
                 self._neighbours.ask(node, offered.take)
 
     def lost(self, node: int) -> None:
@@ -134,7 +146,11 @@ class Peering:
                 ". What belongs to its ranks alone is kept on no second node meanwhile: should "
                 "this node be lost now, a step may not be done again exactly"
             )
-            self._keeping.peers(msgspec.structs.replace(order, guardian=NOBODY))
+            self._keeping.unreached(node)
+        for offered in self._offered:
+            if offered.to == node:
+                self._settled(offered.take)
+        self._offered = [offered for offered in self._offered if offered.to != node]
         self._home.note(f"unreached-{node}", text)
 
     def asked(self, node: int, message: peers.ToPeer) -> None:
@@ -142,9 +158,30 @@ class Peering:
         match message:
             case peers.Deposit() | peers.Withdrawn():
                 self._keeping.asked(node, message)
-            case nodes.Take(rank=rank, incarnation=incarnation):
-                self._sources[rank, incarnation] = node
-                self._home.obey(message)
+            case nodes.Take():
+                self._take(node, message)
+
+    def _take(self, node: int, take: nodes.Take) -> None:
+        before = self._taken.setdefault(take.rank, [])
+        for taken in before:
+            if taken.take == take:  # the connection was lost meanwhile
+                if taken.answer is not None:
+                    self._neighbours.answer(node, taken.answer)
+                return
+        before.append(_Taken(node, take))
+        del before[:-_MOST_TAKEN]
+        self._home.obey(take)
+
+    def _settled(self, copy: nodes.Take | nodes.Secured | peers.Declined) -> None:
+        """The copy need not be waited for any more."""
+        self._home.obey(
+            nodes.Secured(
+                rank=copy.rank,
+                incarnation=copy.incarnation,
+                generation=copy.generation,
+                step=copy.step,
+            )
+        )
 
     def answered(self, node: int, message: peers.FromPeer) -> None:
         """A node answers."""
@@ -152,15 +189,19 @@ class Peering:
             case peers.Deposited():
                 self._keeping.answered(node, message)
             case nodes.Secured() | peers.Declined():
-                self._offered.pop((message.rank, node), None)
-                self._home.obey(
-                    nodes.Secured(
-                        rank=message.rank,
-                        incarnation=message.incarnation,
-                        generation=message.generation,
-                        step=message.step,
-                    )
-                )
+                answered = node, message.rank, message.step
+                self._offered = [o for o in self._offered if _place(o) != answered]
+                self._settled(message)
+
+
+def _place(offered: nodes.Offered) -> tuple[int, int, int]:
+    return offered.to, offered.take.rank, offered.take.step
+
+
+def _overtakes(offered: nodes.Offered, before: nodes.Offered) -> bool:
+    """Whether the copy offered `before` is of no use once this one is."""
+    same = (offered.to, offered.take.rank) == (before.to, before.take.rank)
+    return same and before.take.step not in offered.take.keep
 
 
 def events_for(

@@ -82,7 +82,11 @@ class RemoteNode:
 
     def send(self, rank: int, incarnation: int, message: ToWorker) -> None:
         """Send a message to a worker."""
-        self._send(nodes.Tell(rank=rank, incarnation=incarnation, message=message))
+        self._send(nodes.Tell(to=((rank, incarnation),), message=message))
+
+    def send_all(self, members: Sequence[tuple[int, int]], message: ToWorker) -> None:
+        """Send a message to several workers."""
+        self._send(nodes.Tell(to=tuple(members), message=message))
 
     def look(self) -> None:
         """Say what all workers show."""

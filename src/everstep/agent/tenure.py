@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,15 +38,21 @@ from everstep.wire.network import Link
 _MOST_UNREAD_BYTES = 64 << 20
 
 
+Where = Callable[[], Awaitable[tuple[str, int, int] | None]]
+"""Says at which host and port the coordinator is, and its term; None while there is none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSettings:
-    """Where an agent finds its coordinator (host and port) and keeps its files. `name`, `host`,
+    """Where an agent finds its coordinator (host and port, or what says where) and keeps its files.
+    `name`, `host`,
     `domain`: as it registers. `interface`: whose address it and its workers listen at; "": that
     which leads to the coordinator. `ports`: of its own listeners. `join_timeout_s`: how long it
     looks for a coordinator at first. `coordinator_timeout_s`: how long it goes on without one.
     `grace_s`: between SIGTERM and SIGKILL of its workers when it is asked to end."""
 
     coordinator: tuple[str, int]
+    where: Where | None = None
     name: str
     host: str
     domain: str
@@ -233,8 +239,8 @@ class Tenure:
             case nodes.Probe():
                 if self._reach is not None:
                     self._reach.probe(message)
-            case nodes.Tell(rank=rank, incarnation=incarnation, message=told):
-                if not self._ending.done():
+            case nodes.Tell(to=to, message=told):
+                for rank, incarnation in to if not self._ending.done() else ():
                     self._tell(rank, incarnation, told)
             case nodes.Finish(terminate=terminate, wait_s=wait_s, exit_code=exit_code):
                 if wait_s == 0:

@@ -58,6 +58,16 @@ class Dismiss(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reclaim(Action):
+    """To the agents of `nodes`: tell what you keep of `ranks`, whose node is gone. Each answers with
+    `Reclaimed(turn)`, and what it told has been taken before that is an event."""
+
+    turn: int
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspect(Action):
     """Have all workers show their stacks, and answer with `Inspected`, soon."""
 

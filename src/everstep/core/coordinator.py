@@ -119,6 +119,8 @@ class Coordinator:
                 on_joined(job, event)
             case ev.NodeLost():
                 on_lost(job, event)
+            case ev.Reclaimed(node=node, turn=turn):
+                job.reclaims.answered(node, turn)
             case ev.Tick():
                 self._look_at_deadlines()
             case ev.CopySpoiled(rank=rank, step=step, node=node):

@@ -45,6 +45,14 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reclaimed(Event):
+    """The answer of `node` to `Reclaim(turn)`."""
+
+    node: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEvent(Event):
     """Something a worker said, or was seen to do."""
 

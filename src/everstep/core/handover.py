@@ -79,6 +79,7 @@ def _lose(job: Job, node: Node, cause: Cause) -> None:
 
 def _fail_all(job: Job, ranks: Sequence[int], cause: Cause) -> None:
     """All `ranks` fail by one cause, and have no process any more."""
+    job.reclaims.lost(ranks)
     found = [member for rank in ranks if (member := job.membership.holder(rank)) is not None]
     counted = [member for member in found if not member.doomed]
     first = (counted or found)[0]

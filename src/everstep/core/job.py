@@ -33,6 +33,7 @@ from everstep.core.membership import Member, Membership, Status
 from everstep.core.nodes import Layout, Nodes
 from everstep.core.outbox import Outbox
 from everstep.core.placement import Placement, Site, place, replace
+from everstep.core.reclaim import Reclaims
 from everstep.core.rejoined import Rejoined
 from everstep.core.words import name_ranks, verb
 from everstep.types import Cause, CauseKind, Holding, Plan, Position
@@ -80,6 +81,7 @@ class Job:
         # In which world the survivors were when this coordinator took over: until they are in one
         # of its own, what they did there counts.
         self.found_in: int | None = None
+        self.reclaims = Reclaims()  # what is to be had of ranks whose node is lost
         self.node_deadline_s: float | None = None  # by when a node must come for an empty slot
         self.budget = Budget(policy)
         self.repeats = Repeats()

@@ -33,7 +33,7 @@ from everstep.core.nodes import Node
 from everstep.core.reconvene import GONE_ON, expel
 from everstep.core.rejoined import Failure, Rejoined
 from everstep.core.words import name_ranks, verb
-from everstep.types import Cause, CauseKind
+from everstep.types import WHOLE, Cause, CauseKind
 
 
 def settle_reconvening(job: Job) -> None:
@@ -95,6 +95,8 @@ def _is_undisturbed(job: Job, rejoined: Rejoined) -> bool:
 
 def _gather(job: Job, rejoined: Rejoined) -> None:
     _record(job, rejoined, "nothing had begun, nodes are gathered")
+    job.membership.found_in(rejoined.newest)
+    job.membership.advance()
     job.phase = Phase.GATHERING
     job.deadline_s = job.now_s + job.policy.join_nodes_timeout_s
     if job.incident is not None:
@@ -154,7 +156,7 @@ def _know_shards(job: Job) -> str:
     known = next(iter(job.protected.values()), None)
     if not unknown:
         return ""
-    if known is not None and len(job.first_of) == 1:
+    if known is not None and known.shard == WHOLE:
         for rank in unknown:
             job.protected[rank] = replace(known, rank=rank, incarnation=0)
         return ""
@@ -213,6 +215,7 @@ def _take_loss(job: Job, rejoined: Rejoined, slot: int) -> tuple[bool, Failure]:
     """The node of `slot` has not come back, or is gone again. Returns whether that is known to the
     journal, and the failure."""
     ranks = job.nodes.layout.ranks_of(slot)
+    job.reclaims.lost(ranks)
     before, cause = rejoined.told.holders.get(slot), rejoined.lost.get(slot)
     node = job.nodes.last_holder(slot)
     if cause is None or node is None:

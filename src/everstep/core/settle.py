@@ -121,6 +121,10 @@ def _settle_stop(job: Job) -> None:
     if not job.stop_seen and job.incident is not None:
         _see_stopped(job, job.incident)
     job.settle_copies()
+    if job.reclaims.ranks:
+        job.reclaims.ask(job.nodes, job.out)
+        if job.reclaims.waits(job.nodes):
+            return
     # What a rank that is dead by now had committed, its script has seen done: who can make that
     # goes on to it.
     decided_from = table.held_version, job.copies.version, job.commits.newest
@@ -244,6 +248,7 @@ def _regroup(job: Job) -> None:
     job.regrouped, job.answered, job.restored = set(), set(), {}
     job.regroup_seen = False
     job.chosen = job.chosen_from = job.told_step = job.found_in = None
+    job.reclaims.clear()
     job.commits.cut(chosen.position)
     job.copies.regroup(chosen.step)
     job.resumed_at = chosen.position

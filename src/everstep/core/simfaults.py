@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from everstep.core import events as ev
 from everstep.core.hang import Evidence, Stance
-from everstep.core.simschedule import NODE_FAULTS
+from everstep.core.simschedule import COORDINATOR_FAULTS, NODE_FAULTS
 from everstep.core.simworker import ACTING, Place, SimWorker
 from everstep.types import CauseKind
 
@@ -61,6 +61,12 @@ class SimFaults:
         _, kind = self._left.pop()
         self._after = self._left[-1][0] if self._left else -1
         draw = self._sim.random
+        if kind in COORDINATOR_FAULTS:
+            phase = self._sim.phase
+            if self._sim.terms.befall(kind):
+                self.fired += 1
+                self.hits[kind, phase, ""] += 1
+            return
         if kind in NODE_FAULTS and kind != "stuck":
             phase = self._sim.phase  # before it
             if who := self._sim.nodes.befall(kind):

@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from everstep.types import Position
+from everstep.types import WHOLE, Position
 
 Fence = Literal["none", "early", "late"]
 
@@ -37,6 +37,11 @@ NODE_FAULTS = (
     "spare",  # a spare is gone
     "late",  # one more node comes
     "stuck",  # a process stands still and can't be ended
+    "unlink",  # a node loses the coordinator, and nobody else
+)
+COORDINATOR_FAULTS = (
+    "crash",  # the coordinator dies
+    "depose",  # another one begins, while it lives
 )
 _LAYOUTS = (  # ranks and shards
     *((1, 1), (2, 1), (2, 1), (3, 1), (3, 1), (4, 1), (5, 1)),  # DDP
@@ -50,6 +55,7 @@ _ON_NODES = (  # nodes, ranks of each, and shards
 )
 _OFTEN = ("kill", "kill", "raise", "peer", *FAULTS)
 _OFTEN_ON_NODES = (*("fell",) * 10, *("cut",) * 6, *NODE_FAULTS, "spare", *_OFTEN)
+_WITH_COORDINATORS = (*_OFTEN_ON_NODES, *("crash",) * 24, *("depose",) * 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,7 @@ class Schedule:
 
     def shard(self, rank: int) -> str:
         """The key of what `rank` holds."""
-        return f"s{rank % self.shards}"
+        return f"s{rank % self.shards}" if self.shards > 1 else WHOLE
 
     def after(self, position: Position) -> Position | None:
         """What the script does next at `position`: where it stands after that; None: it leaves its
@@ -141,6 +147,7 @@ def _on_nodes(schedule: Schedule, draw: random.Random) -> Schedule:
     nnodes, node_size, shards = draw.choice(_ON_NODES)
     spares, fence = draw.choice((0, 0, 1, 1, 2, 3)), schedule.fence
     world_size = nnodes * node_size
+    kinds = _WITH_COORDINATORS if draw.random() < 0.6 else _OFTEN_ON_NODES
     gaps = [draw.randrange(draw.choice((6, 60 * world_size, 60 * world_size)))]
     gaps += [draw.randrange(draw.choice((6, 12, 30, 150))) for _ in range(4)]
     return replace(
@@ -148,7 +155,7 @@ def _on_nodes(schedule: Schedule, draw: random.Random) -> Schedule:
         world_size=world_size,
         shards=shards,
         fence="early" if shards > 1 and fence == "none" else fence,
-        faults=tuple((gap, draw.choice(_OFTEN_ON_NODES)) for gap in gaps[: draw.randrange(6)]),
+        faults=tuple((gap, draw.choice(kinds)) for gap in gaps[: draw.randrange(6)]),
         node_size=node_size,
         nnodes=nnodes,
         spares=spares,

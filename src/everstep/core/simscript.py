@@ -64,7 +64,7 @@ class Capsule:
 
 
 class Capsules:
-    """The agent's store, as the coordinator's shell keeps it."""
+    """A store, as the coordinator's shell and the agents keep it."""
 
     def __init__(self) -> None:
         self._kept: dict[int, dict[Position, Capsule]] = {}
@@ -74,6 +74,31 @@ class Capsules:
         kept = {**self._kept.get(rank, {}), capsule.position: capsule}
         usable = sorted(position for position in kept if position <= capsule.position)[-_KEPT:]
         self._kept[rank] = {position: kept[position] for position in usable}
+
+    def merge(self, other: Capsules, rank: int) -> None:
+        """Take what another store has of `rank`."""
+        if rank in other._kept:
+            self._kept[rank] = {**self._kept.get(rank, {}), **other._kept[rank]}
+
+    def copy(self) -> Capsules:
+        """Another store with the same."""
+        again = Capsules()
+        again._kept = {rank: dict(kept) for rank, kept in self._kept.items()}
+        return again
+
+    def part(self, rank: int) -> Capsules:
+        """Another store with what this one has of `rank`."""
+        part = Capsules()
+        part.merge(self, rank)
+        return part
+
+    def forget(self, rank: int) -> None:
+        """Keep nothing of `rank`."""
+        self._kept.pop(rank, None)
+
+    def ranks(self) -> list[int]:
+        """Of which ranks there is something."""
+        return sorted(self._kept)
 
     def newest(self, rank: int, position: Position) -> Capsule | None:
         """The newest that is not newer than `position`."""

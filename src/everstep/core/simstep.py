@@ -216,8 +216,8 @@ class SimTrainer:
         if last == self.position:
             return False
         if capsule is None or capsule.position != self.position:
-            text = f"{self._worker} has no capsule of {self.position}: {capsule}"
-            raise self._sim.error(text)
+            self._sim.lose_capsule(self._worker)
+            return False
         self._sim.resumed += 1
         self.own = self._own_before = capsule.own
         self._results = capsule.results

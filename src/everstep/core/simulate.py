@@ -10,7 +10,8 @@ the state at each position is the same on whoever holds it, whenever it was made
 gives the same run.
 
 In a job of one node what a worker has said outlives it, so its capsule is safe once it is sent.
-Between nodes that is not so: there a worker waits until its capsule is acknowledged.
+Between nodes that is not so: there a worker waits until its node's guardian has its capsule. And
+there the coordinator may die, or be taken for dead, and another comes (`simterms`).
 
 What it doesn't know: real processes, sockets and time.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -27,16 +29,17 @@ from typing import Any
 
 from everstep.core import actions as do
 from everstep.core import events as ev
-from everstep.core.coordinator import Coordinator
 from everstep.core.ladder import Policy
-from everstep.core.simchecks import check_end, check_record
+from everstep.core.simchecks import check_end
 from everstep.core.simfaults import SimFaults
 from everstep.core.simnodes import SimNodes
+from everstep.core.simorders import SimOrders
 from everstep.core.simschedule import Schedule, draw_schedule
-from everstep.core.simscript import Capsule, Capsules, Scripts
+from everstep.core.simscript import Capsule, Scripts
+from everstep.core.simterms import GoneError, Seat, SimTerms
 from everstep.core.simworker import SimWorker
 from everstep.core.simworld import SimWorld
-from everstep.types import Cause, CauseKind, Decision, Plan
+from everstep.types import Cause, CauseKind
 
 __all__ = ["InvariantError", "Outcome", "Schedule", "Simulation", "draw_schedule", "simulate"]
 
@@ -53,11 +56,11 @@ class InvariantError(AssertionError):
 class Outcome:
     """How a simulated job ended. `records`: its journal, stamped with virtual seconds. `fired`:
     faults that found somebody to hit. `events`: how many happened; `messages`: how many of them the
-    coordinator was told. `resumed`: processes whose script took up what an earlier one had left.
-    `undone`: half-done steps that were undone. `ahead`: ranks that began again since the others
-    could not follow them. `lost`: messages. `met`: which events the
-    coordinator met, by its phase and the sender's status. `hits`: which faults hit whom, by the
-    same phase."""
+    coordinator was told. `terms`: coordinators, one after the other. `resumed`: processes whose
+    script took up what an earlier one had left. `undone`: half-done steps that were undone.
+    `ahead`: ranks that began again since the others could not follow them. `lost`: messages. `met`:
+    which events the coordinator met, by its phase and the sender's status. `hits`: which faults hit
+    whom, by the same phase."""
 
     end: do.End
     records: list[dict[str, Any]]
@@ -65,6 +68,7 @@ class Outcome:
     events: int
     messages: int
     generation: int
+    terms: int
     resumed: int
     undone: int
     ahead: int
@@ -89,31 +93,33 @@ class Simulation:
         self.policy = policy
         self.random = random.Random(schedule.seed ^ 0x5EED)
         self.now_s = 0.0
-        self.workers: dict[int, SimWorker] = {}
+        self.workers: dict[int, SimWorker] = {}  # the newest of each rank
+        self.tenures: dict[tuple[int, int], SimWorker] = {}  # all
         self.records: list[dict[str, Any]] = []
         self.scripts = Scripts(schedule, self.check)
         self.faults = SimFaults(self)
         self.nodes = SimNodes(self)
-        self.resumed = self.undone = self._ahead = 0
+        self.terms = SimTerms(self)
+        self._orders = SimOrders(self)
+        self.resumed = self.undone = 0
         self.newest_step = self.open_incident = 0  # by the journal
         self.replaces = False  # likewise: a node with ranks was lost since the last incident
         self.awaited_s: float | None = None  # likewise: since when a node is awaited
-        self._coordinator = Coordinator(schedule.world_size, policy, self.nodes.layout)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._worlds: dict[int, SimWorld] = {}
         self._actors: dict[tuple[int, int], int] = {}
-        self._capsules = Capsules()
         self._events = self._messages = 0
         self._unchecked = 0
-        self._newest_stop = self._newest_regroup = self._newest_start = -1
         self._end: do.End | None = None
+        self._acting: Seat = self.terms.seat
         self._met: Counter[tuple[str, str, str]] = Counter()
 
     @property
     def phase(self) -> str:
-        """What the job as a whole is doing."""
-        return self._coordinator.phase.value
+        """What the job as a whole is doing; "away" while there is no coordinator."""
+        seat = self.terms.seat
+        return seat.core.phase.value if seat.alive else "away"
 
     # ------------------------------------------------------------------ the run
 
@@ -135,10 +141,11 @@ class Simulation:
             fired=self.faults.fired,
             events=self._events,
             messages=self._messages,
-            generation=self._coordinator.generation,
+            generation=self.terms.seat.core.generation,
             resumed=self.resumed,
             undone=self.undone,
-            ahead=self._ahead,
+            ahead=self._orders.ahead,
+            terms=len(self.terms.seats),
             lost=self.faults.lost,
             met=self._met,
             hits=self.faults.hits,
@@ -146,16 +153,18 @@ class Simulation:
 
     def _next(self) -> None:
         """The earliest thing that happens next: an event of the heap, or a deadline."""
-        deadline_s = self._coordinator.next_deadline_s
+        seat = min(self.terms.acting, key=_due_s, default=None)
+        deadline_s = None if seat is None else seat.due_s
         if self._heap and (deadline_s is None or self._heap[0][0] <= deadline_s):
             self.now_s, _, act = heapq.heappop(self._heap)
             act()
         elif not self._heap and (silent := self._silent(deadline_s)) is not None:
             self._tell(silent)
-        elif deadline_s is not None:
+        elif seat is not None and deadline_s is not None:
             self.now_s = max(self.now_s, deadline_s)
-            self._tell(ev.Tick())
-            after_s = self._coordinator.next_deadline_s
+            seat.wake()
+            self.handle(seat, ev.Tick())
+            after_s = seat.due_s
             self.check(after_s is None or after_s > self.now_s, "a deadline passes for ever")
         elif not self.faults.end_one():
             raise self.error("nothing can happen any more, and nothing is awaited")
@@ -164,6 +173,23 @@ class Simulation:
         """What the agents notice when nothing moves, if they are faster than the deadline."""
         fast = deadline_s is None or self.random.random() < 0.5
         return self.faults.silent() if fast else None
+
+    def end(self, end: do.End) -> None:
+        """The job is over."""
+        self._end = end
+
+    @property
+    def over(self) -> bool:
+        """The job has ended."""
+        return self._end is not None
+
+    def lose_capsule(self, worker: SimWorker) -> None:
+        """What belongs to a rank alone is not to be had: its node and its guardian are gone."""
+        position = worker.train.position
+        there = self.nodes.has_capsule(worker.rank, position)
+        self.check(worker.home is not None and not there, f"{worker} has no capsule of {position}")
+        text = f"what belongs to rank {worker.rank} alone went down with its node and its guardian"
+        self.end(do.End(exit_code=1, text=text))
 
     def check(self, holds: bool, text: str) -> None:
         """Raise InvariantError unless `holds`."""
@@ -183,50 +209,58 @@ class Simulation:
 
     def after(self, delay_s: float, act: Callable[[], None]) -> None:
         """Do `act` in `delay_s`."""
-        self._at(self.now_s + delay_s, act)
+        self.at(self.now_s + delay_s, act)
 
-    def _at(self, moment_s: float, act: Callable[[], None]) -> None:
+    def at(self, moment_s: float, act: Callable[[], None]) -> None:
+        """Do `act` at `moment_s`."""
         heapq.heappush(self._heap, (moment_s, next(self._order), act))
 
-    def _send_up(self, worker: SimWorker, act: Callable[[], None]) -> None:
-        """Carry what a worker says, behind all that it has said before. What is said on a node that
-        can't be reached comes late, if it comes."""
+    def _send_up(self, worker: SimWorker, act: Callable[[Seat], None]) -> None:
+        """Carry to its coordinator what a worker says, behind all that it has said before. What is
+        said on a node that can't be reached comes late, if it comes."""
+        home = worker.home
+        link = None if home is None else home.link
+        if home is not None and link is None:
+            return
         late = 1 if worker.in_reach else _LATE
         worker.said_s = max(self.now_s + late * self.delay_s(), worker.said_s)
-        home = worker.home
-        self._at(worker.said_s, act if home is None else lambda: act() if home.heard else None)
-
-    def deliver(self, worker: SimWorker, event: ev.WorkerEvent) -> None:
-        """A worker speaks to the coordinator. What it has said outlives it."""
 
         def arrive() -> None:
-            self._tell(event)
+            seat = self.terms.seat if link is None else link.seat
+            if home is None or (home.heard and link is not None and link.open and seat.alive):
+                act(seat)
 
-        if self.faults.passes(worker, True, arrive):
+        self.at(worker.said_s, arrive)
+
+    def deliver(self, worker: SimWorker, event: ev.WorkerEvent) -> None:
+        """A worker speaks to its agent and, through it, to the coordinator. What it has said
+        outlives it."""
+        if worker.home is not None and worker.home.lives:
+            worker.home.agent.hears(event)
+
+        def arrive(seat: Seat) -> None:
+            self.handle(seat, event)
+
+        if self.faults.passes(worker, True, lambda: self._tell(event)):
             self._send_up(worker, arrive)
 
     def keep_capsule(self, worker: SimWorker, capsule: Capsule) -> None:
-        """A worker gives its capsule away. Nothing is kept of a node that is lost."""
+        """A worker gives its capsule away. A coordinator keeps nothing of a node that is lost."""
 
-        def keep() -> None:
-            if self.nodes.usable(worker):
-                self._capsules.keep(worker.rank, capsule)
+        def keep(seat: Seat) -> None:
+            if worker.home is None or worker.home.number in seat.usable:
+                seat.capsules.keep(worker.rank, capsule)
 
+        self.nodes.keep(worker, capsule)
         self._send_up(worker, keep)
 
     def when_kept(self, worker: SimWorker, then: Callable[[], None]) -> None:
         """`then` when what a worker has given away can't be lost with it: at once, or, between
-        nodes, when that is acknowledged."""
+        nodes, when its guardian has it."""
         if worker.home is None:
             then()
-            return
-        heard = worker.expect(then)
-
-        def acknowledge() -> None:
-            if worker.in_reach and self.nodes.usable(worker):
-                heard()
-
-        self._send_up(worker, acknowledge)
+        else:
+            self.nodes.when_kept(worker, then)
 
     def peers_notice(self, worker: SimWorker) -> None:
         """A worker's peers have lost touch with it, and notice or don't."""
@@ -237,12 +271,14 @@ class Simulation:
     def buried(self, worker: SimWorker, by_us: bool) -> None:
         """A worker has died: its peers notice or don't, and the coordinator hears of it after all
         that it had said."""
-        if self.nodes.usable(worker):  # else they have left it behind
+        if not self.nodes.left_behind(worker):
             self.peers_notice(worker)
         cause = Cause(kind=CauseKind.SIGNAL, text=f"{worker} was killed", signature="9", signal=9)
         rank, incarnation = worker.identity
         died = ev.Died(rank=rank, incarnation=incarnation, cause=cause, before_kill=not by_us)
-        self._send_up(worker, lambda: self._tell(died))
+        if worker.home is not None and worker.home.lives:
+            worker.home.agent.hears(died)
+        self._send_up(worker, lambda seat: self.handle(seat, died))
         if self.random.random() < 0.3:  # a late notice, when the rank may have been given away
             self.after(10 * self.delay_s(), lambda: self._tell(died))
 
@@ -260,118 +296,61 @@ class Simulation:
 
     # ------------------------------------------------------------------ the coordinator
 
-    def notify(self, event: ev.Event) -> None:
-        """Tell the coordinator what happened to a node."""
-        self._tell(event)
-
     def _tell(self, event: ev.Event) -> None:
-        if self._end is not None:
+        """Tell the newest coordinator."""
+        self._handle(self.terms.seat, event)
+
+    def handle(self, seat: Seat, event: ev.Event) -> None:
+        """Tell a coordinator."""
+        if seat is self.terms.seat:
+            self._tell(event)
+        else:
+            self._handle(seat, event)
+
+    def _handle(self, seat: Seat, event: ev.Event) -> None:
+        if self._end is not None or not seat.alive:
             return
+        newest = seat is self.terms.seat
         self._messages += 1
-        self._met[self.phase, type(event).__name__, self._coordinator.status_of(event)] += 1
-        actions = self._coordinator.handle(event, self.now_s)
+        phase, status = seat.core.phase.value, seat.core.status_of(event)
+        self._met[phase, type(event).__name__, status] += 1
+        actions = seat.core.handle(event, seat.clock_s(self.now_s))
         self._unchecked += 1
         world_size = self.schedule.world_size
         if self._unchecked >= (1 if world_size <= _LOOKED_THROUGH else world_size):
             self._unchecked = 0
-            self._coordinator.validate()
-        for action in actions:
-            self.check(self._end is None, f"{action} after the end")
-            self._carry_out(action)
-        if self.schedule.nnodes and self._unchecked == 0 and self._end is None:
-            self._check_held()
+            seat.core.validate()
+        self.terms.judge(actions)
+        if not self._carried_out(seat, actions):
+            return
+        if self.schedule.nnodes and newest and self._unchecked == 0 and self._end is None:
+            self._check_held(seat)
 
-    def _check_held(self) -> None:
-        """Nobody on a node that is lost may be taken to be alive."""
-        for rank, incarnation in self._coordinator.held_by():
-            worker = self._found(rank, incarnation)
-            self.check(self.nodes.usable(worker), f"{worker} is gone with its node")
+    def _carried_out(self, seat: Seat, actions: list[do.Action]) -> bool:
+        """Carry actions out; False when the coordinator dies at that."""
+        try:
+            for action in actions:
+                self.check(self._end is None, f"{action} after the end")
+                self._acting = seat
+                self._carry_out(action)
+        except GoneError:
+            self.terms.die(seat)
+            return False
+        return True
 
     def _carry_out(self, action: do.Action) -> None:
-        match action:
-            case do.Record(record=record):
-                line = {"t": self.now_s, "event": record.event, **record.fields}
-                check_record(self, line)
-                self.records.append(line)
-            case do.Spawn():
-                self._spawn(action)
-            case do.Kill(rank=rank, incarnation=incarnation):
-                worker = self._found(rank, incarnation)
-                worker.dying = True
-                self._ahead += "not every shard can reach" in action.why
-                self.after(self.delay_s(), lambda: self._kill(worker))
-            case do.Dismiss():
-                self.nodes.dismissed(action)
-            case do.SendStop(generation=generation, to=to):
-                self.check(generation > self._newest_stop, f"stop of {generation} twice")
-                self._newest_stop = generation
-                for each in to:
-                    self._post(each, lambda worker: worker.on_stop(generation))
-            case do.SendRegroup(generation=generation, plan=plan, to=to):
-                self.check(generation > self._newest_regroup, "generations must rise")
-                self.check(len(to) == self.schedule.world_size, "a regroup without some ranks")
-                behind = f"all have seen {self.scripts.least}, and go on from {plan.position}"
-                self.check(plan.position >= self.scripts.least, behind)
-                self._newest_regroup = generation
-                for each in to:
-                    self._post_regroup(each, generation, plan)
-            case do.SendGo(to=to):
-                for each in to:
-                    self._post(each, lambda worker: worker.on_go(), awaited=False)
-            case do.SendPosition(rank=rank, incarnation=incarnation):
-                self._post((rank, incarnation), lambda worker: worker.on_position())
-            case do.SendClosed(to=to):
-                for each in to:
-                    self._post(each, lambda worker: worker.on_closed(), awaited=False)
-            case do.Inspect():
-                self.after(self.delay_s(), self._answer_inspection)
-            case do.End():
-                self._end = action
+        self._orders.carry_out(self._acting, action)
 
-    def _kill(self, worker: SimWorker) -> None:
-        if worker.alive and worker.in_reach and not worker.stuck:
-            worker.die(by_us=True)
+    def _check_held(self, seat: Seat) -> None:
+        """Nobody on a node that is lost may be taken to be alive."""
+        for identity in seat.core.held_by():
+            worker = self.tenures[identity]
+            self.check(self.nodes.usable(worker), f"{worker} is gone with its node")
 
-    def _answer_inspection(self) -> None:
-        self._tell(ev.Inspected(evidence=self.faults.evidence()))
+    def answer_inspection(self, seat: Seat) -> None:
+        """All workers show where they are."""
+        self.handle(seat, ev.Inspected(evidence=self.faults.evidence()))
 
-    def _spawn(self, order: do.Spawn) -> None:
-        rank, before = order.rank, self.workers.get(order.rank)
-        gone = before is None or not before.alive or not self.nodes.usable(before)
-        self.check(gone, f"rank {rank} is held twice")
-        self.check(order.incarnation == (before.incarnation if before else 0) + 1, "reused")
-        if not order.joiner and order.generation > self._newest_start:
-            self._newest_start = order.generation
-            self.scripts.start_again()
-        home = self.nodes.spawned(order)
-        worker = self.workers[rank] = SimWorker(self, order, home)
-        if home is not None:
-            home.workers.append(worker)
-        worker.alive = worker.in_reach  # else the order does not arrive any more
-        self.after(order.delay_s, worker.born)
 
-    def _post_regroup(self, to: tuple[int, int], generation: int, plan: Plan) -> None:
-        rank, _ = to
-        fetches = plan.ranks[rank].decision is Decision.FETCH
-        capsule = self._capsules.newest(rank, plan.position) if fetches else None
-        self._post(to, lambda worker: worker.on_regroup(generation, plan, capsule))
-
-    def _found(self, rank: int, incarnation: int) -> SimWorker:
-        worker = self.workers[rank]
-        self.check(worker.incarnation == incarnation, f"rank {rank}.{incarnation} is not there")
-        return worker
-
-    def _post(
-        self, to: tuple[int, int], act: Callable[[SimWorker], None], *, awaited: bool = True
-    ) -> None:
-        """Send to a worker. `awaited`: the coordinator waits for its answer with a deadline, so it
-        may hang here."""
-        worker = self._found(*to)
-
-        def arrive() -> None:
-            if worker.alive and worker.in_reach and not worker.deaf(awaited):
-                act(worker)
-
-        if self.faults.passes(worker, False, arrive):
-            worker.heard_s = max(self.now_s + self.delay_s(), worker.heard_s)
-            self._at(worker.heard_s, arrive)
+def _due_s(seat: Seat) -> float:
+    return math.inf if seat.due_s is None else seat.due_s

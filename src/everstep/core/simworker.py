@@ -43,6 +43,7 @@ class Place(enum.StrEnum):
 
 ACTING = frozenset({Place.STEP, Place.SECTION, Place.REGROUPING})
 """Where a worker has to do with its peers."""
+_AT_WORK = frozenset({Place.STEP, Place.SECTION, Place.CLOSING, Place.TAIL, Place.FINISHED})
 
 
 class SimWorker:
@@ -65,6 +66,7 @@ class SimWorker:
         self.bad_receipt = False
         self.heard_s = self.said_s = 0.0  # when the newest message of each direction arrives
         self._told_closed = self._finished = False
+        self._failed = False  # its attempt has failed in this world
         self._stop: int | None = None
         self._epoch = 0
 
@@ -171,6 +173,7 @@ class SimWorker:
         if self.place not in ACTING or self._stop is not None:
             return
         self._epoch += 1
+        self._failed = True
         if kind is CauseKind.EXCEPTION:
             self.train.tear()
         self._say(
@@ -209,7 +212,7 @@ class SimWorker:
         if not self.train.holding.can_advance:
             self.train.put_back()
         holding = self.train.holding
-        if self.bad_receipt and not self.silent:
+        if self.bad_receipt and not self.silent and self.sim.terms.seat.term == 0:
             # It lies, as a worker would that does not know better. The coordinator does: it was
             # told of the receipt.
             step, sections = self.train.position
@@ -228,7 +231,7 @@ class SimWorker:
         for a fetch."""
         self.sim.check(self.place is Place.PARKED, f"{self} regroups though it is {self.place}")
         self.sim.check(generation > self.generation or self.joiner, f"{self} in an old world")
-        self.generation, self._stop = generation, None
+        self.generation, self._stop, self._failed = generation, None, False
         self.place, self.joiner = Place.REGROUPING, False
         self.later(lambda: self.gather("build", lambda: self._built(plan, capsule)))
 
@@ -263,6 +266,8 @@ class SimWorker:
         self._say_restored(ok=True)
         if self.train.resume(capsule):
             self.say_committed()
+        elif self.sim.over:
+            return
         self.train.check_whole()
         self.go_on()
 
@@ -311,6 +316,17 @@ class SimWorker:
         self.sim.check(self.place is Place.CLOSING, f"{self} is told closed while {self.place}")
         self.place = Place.TAIL
         self.later(self._finish, sticky=True)
+
+    def on_bye(self) -> None:
+        """It may exit, and does."""
+        self.alive = False
+        self._epoch += 1
+
+    @property
+    def well(self) -> bool:
+        """It lives, and is in its loop or after it, undisturbed."""
+        at = self.place in _AT_WORK and not self.joiner
+        return self.alive and at and self._stop is None and not self._failed and not self.hung
 
     def _finish(self) -> None:
         self._finished = True

@@ -20,13 +20,14 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from everstep.errors import EverstepError
 from everstep.wire import clients
 from everstep.wire.clients import Line
+from everstep.wire.link import Find
 from everstep.wire.network import Link
-from everstep.wire.plumbing import address_text
 from everstep.wire.secret import Secret
 
 NO_JOB: Final = 3  # exit code
@@ -51,11 +52,21 @@ class Printer(Protocol):
         ...
 
 
-def ask_status(
-    where: tuple[str, int], secret: Secret, timeout_s: float, say: Callable[[str], None]
-) -> clients.Status:
-    """What the job does whose coordinator listens at `where` (host and port). `say` is told, in a
-    sentence, what is waited for. Main thread; blocks, at most about `timeout_s`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contact:
+    """How a job is reached: its coordinator listens at `where` (host and port), or where `find`
+    says, which is asked before each attempt. `timeout_s`: for how long nothing may answer. `say` is
+    told, in a sentence, what is waited for."""
+
+    where: tuple[str, int]
+    secret: Secret
+    timeout_s: float
+    say: Callable[[str], None]
+    find: Find | None = None
+
+
+def ask_status(contact: Contact) -> clients.Status:
+    """What the job does. Blocks, at most about `timeout_s`; runs an event loop of its own.
 
     Raises NoJobError when nothing answers.
     """
@@ -66,21 +77,13 @@ def ask_status(
             found.append(answer)
         return bool(found)
 
-    asyncio.run(_Talk(where, secret, timeout_s, clients.AskStatus, take, say).run())
+    asyncio.run(_Talk(contact, clients.AskStatus, take).run())
     return found[0]
 
 
-def read_logs(
-    where: tuple[str, int],
-    secret: Secret,
-    timeout_s: float,
-    asked: clients.AskLogs,
-    printer: Printer,
-    say: Callable[[str], None],
-) -> None:
-    """Print what was asked for, until there is no more, or the job is over. The others are as
-    `ask_status` has them. Main thread; blocks. After a KeyboardInterrupt a daemon thread may still
-    hang in a write.
+def read_logs(contact: Contact, asked: clients.AskLogs, printer: Printer) -> None:
+    """Print what was asked for, until there is no more, or the job is over. Blocks; runs an event
+    loop of its own. After a KeyboardInterrupt a daemon thread may still hang in a write.
 
     Raises NoJobError when nothing answers, and when for `timeout_s` the coordinator has not come
     back.
@@ -107,26 +110,20 @@ def read_logs(
         return answer.last
 
     try:
-        asyncio.run(_Talk(where, secret, timeout_s, ask, take, say).run())
+        asyncio.run(_Talk(contact, ask, take).run())
     except EverstepError:
         writer.close()
         raise
     writer.close()
 
 
-def stop_job(
-    where: tuple[str, int],
-    secret: Secret,
-    timeout_s: float,
-    say: Callable[[str], None],
-    *,
-    now: bool,
-) -> None:
-    """Ask the job to end, in order or `now`, and wait until it has. The others are as `ask_status`
-    has them. Main thread; blocks.
+def stop_job(contact: Contact, *, now: bool) -> None:
+    """Ask the job to end, in order or `now`, and wait until it has. Blocks; runs an event loop of
+    its own.
 
     Raises NoJobError as `read_logs` does.
     """
+    say = contact.say
     who = f"{_user()} on host {socket.gethostname()}"
 
     def ask() -> clients.AskStop:
@@ -139,7 +136,7 @@ def stop_job(
             say(f"it ends with exit code {answer.exit_code}: {answer.text or 'finished'}")
         return False
 
-    asyncio.run(_Talk(where, secret, timeout_s, ask, take, say).run())
+    asyncio.run(_Talk(contact, ask, take).run())
 
 
 def _user() -> str:
@@ -158,19 +155,15 @@ class _Talk:
 
     def __init__(
         self,
-        where: tuple[str, int],
-        secret: Secret,
-        timeout_s: float,
+        contact: Contact,
         ask: Callable[[], clients.FromClient],
         take: Callable[[clients.ToClient], bool],
-        say: Callable[[str], None],
     ) -> None:
-        self._where = where
-        self._secret = secret
-        self._timeout_s = timeout_s
+        self._contact = contact
+        self._timeout_s = contact.timeout_s
         self._ask = ask
         self._take = take
-        self._say = say
+        self._say = contact.say
         self._answered = False  # on this connection
         self._over = False
         self._why = "nothing answered"
@@ -186,14 +179,15 @@ class _Talk:
         )
         self._patience = loop.call_later(self._timeout_s, self._give_up)
         self._link: Link[clients.ToClient] = Link(
-            host=self._where[0],
-            port=self._where[1],
-            secret=self._secret,
+            host=self._contact.where[0],
+            port=self._contact.where[1],
+            secret=self._contact.secret,
             receives=clients.ToClient,
             on_joined=self._on_joined,
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_waiting=self._on_waiting,
+            find=self._contact.find,
         )
         try:
             await self._end
@@ -220,7 +214,7 @@ class _Talk:
             loop = asyncio.get_running_loop()
             self._patience = loop.call_later(self._timeout_s, self._give_up)
             self._say(f"{why}; waiting up to {self._timeout_s:g} s for a coordinator")
-        self._why = f"{why} ({address_text(*self._where)})"
+        self._why = why
 
     def _on_waiting(self, why: str) -> None:
         if self._over:

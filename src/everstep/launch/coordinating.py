@@ -21,11 +21,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from everstep.agent import clocks, identity
+from everstep.agent import clocks, identity, open_files
 from everstep.agent.fleet import Fleet
 from everstep.agent.node import failures_go_to
 from everstep.agent.preflight import Plan
@@ -39,10 +39,10 @@ from everstep.core.past import Past, recall
 from everstep.errors import EverstepError, TransientError, UserError
 from everstep.launch.job import (
     LEASE_LOST_EXIT_CODE,
-    LOOPBACK,
     JobResult,
     ending_by_signals,
     hash_seed,
+    meeting_host,
     node_settings,
     policy,
     run_directory,
@@ -54,7 +54,6 @@ from everstep.observe.rundir import RunDirectory, make_run_directory
 from everstep.observe.view import View
 from everstep.settings import RunSettings, endpoint, secret_of
 from everstep.types import Record
-from everstep.wire.ports import ports_of
 
 
 class DeposedError(TransientError):
@@ -90,6 +89,7 @@ async def _in_foreground(settings: RunSettings, view: View) -> JobResult:
         view,
         ZygotePlan(),
         os.environ,
+        port=endpoint(settings.coordinator)[1],
         resume=True,
         wait_s=math.inf if settings.coordinator_lease else 0.0,
     )
@@ -108,8 +108,9 @@ async def _in_foreground(settings: RunSettings, view: View) -> JobResult:
 
 
 class Coordinating:
-    """One coordinator of the job of `settings`, from the lease to its end. `resume`: the run's
-    directory may be there. `wait_s`: how long it waits for the lease. Loop thread only."""
+    """One coordinator of the job of `settings`, from the lease to its end. `port`: where it
+    listens. `resume`: the job may run. `wait_s`: how long it waits for the lease. Loop thread
+    only."""
 
     def __init__(
         self,
@@ -118,10 +119,12 @@ class Coordinating:
         plan: ZygotePlan,
         environ: Mapping[str, str],
         *,
+        port: int,
         resume: bool,
         wait_s: float,
     ) -> None:
         self._settings = settings
+        self._port = port
         self._view = view
         self._plan = plan
         self._environ = environ
@@ -182,8 +185,8 @@ class Coordinating:
         the job goes on; UserError for what must be changed; EverstepError for what broke it.
         """
         failures_go_to(self.failed)
-        self._host = _meeting_host(self._settings)
-        make_run_directory(self._run_dir, resume=self._resume)
+        self._host = meeting_host(self._settings)
+        make_run_directory(self._run_dir, resume=True)
         tenancy = await self._unless_cut(self._acquire())
         if tenancy is None:
             return self._result_of_cut()
@@ -243,6 +246,8 @@ class Coordinating:
     async def _coordinate(self, tenancy: Tenancy, directory: RunDirectory, past: Past) -> End:
         settings = self._settings
         _refuse_another_job(settings, past, directory.path)
+        nodes = settings.slots + settings.spares
+        open_files.raise_limit(open_files.OF_A_COORDINATOR + 2 * nodes)
         started = past.started or {}
         seed = started.get("hash_seed") or hash_seed(self._environ, settings.run_id)
         master_port = started.get("master_port") or settings.master_port or free_port()
@@ -260,7 +265,7 @@ class Coordinating:
         registry = Registry(
             fleet,
             host=self._host,
-            ports=self._ports(past),
+            ports=range(self._port, self._port + 1),
             secret=secret_of(self._environ),
             lease_s=settings.lease_s,
             settings=node_settings(settings, seed, self._plan),
@@ -320,21 +325,6 @@ class Coordinating:
                 fleet.leave()
             else:
                 await fleet.close()
-
-    def _ports(self, past: Past) -> Sequence[int]:
-        """Where it may listen: where agents look for it."""
-        if self._settings.coordinator:
-            return [endpoint(self._settings.coordinator)[1]]
-        if past.listening is not None:
-            return [past.listening["port"]]
-        return ports_of(self._settings.ports)
-
-
-def _meeting_host(settings: RunSettings) -> str:
-    """The numeric address at which the coordinator listens, and MASTER_ADDR of the script."""
-    if not settings.coordinator:
-        return LOOPBACK
-    return identity.numeric(endpoint(settings.coordinator)[0], alone=settings.nnodes == 1)
 
 
 def _deposed(tenancy: Tenancy) -> DeposedError:

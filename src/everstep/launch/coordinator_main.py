@@ -12,6 +12,7 @@ It does not know what becomes of it after its last word.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -81,8 +82,9 @@ def _coordinating(begin: Begin, view: RelayedView) -> Coordinating:
         view,
         ZygotePlan(runner=begin.runner, preload=begin.preload),
         os.environ,
+        port=begin.port,
         resume=begin.resume,
-        wait_s=settings.coordinator_timeout_s if settings.coordinator_lease else _LOCK_TIMEOUT_S,
+        wait_s=math.inf if settings.coordinator_lease else _LOCK_TIMEOUT_S,
     )
 
 

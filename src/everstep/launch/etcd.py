@@ -14,8 +14,8 @@ set. That skips a term, which harms nobody.
 Who waits looks twice a second, and has no lease meanwhile. A lost holder is thus succeeded within
 the TTL and about a second; a released one within half a second.
 
-It does not know: whether a member of etcd that was itself stopped renews a lease that the others
-have ended (etcd before 3.5.10 may). Agents, who obey the highest term, are the last line.
+It does not know of a holder whose key or lease a person removes before the next renewal: for a
+quarter of the TTL two may hold. Agents, who obey the highest term, are the last line.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class EtcdTenancy:
         self._key = key
         self._holder = holder
         self._lease = lease
-        self._revision = revision
+        # The revision that made the key, which setting it leaves as it is: that may be done twice.
+        self._ours = Unchanged(key, revision, "CREATE")
         self._ttl_s = ttl_s
         self._countdown = countdown
         self._clock = clock
@@ -192,9 +193,8 @@ class EtcdTenancy:
         failure = "it has ended"
         while self.holds:
             try:
-                # By the revision that made the key, which stays: so it may be done twice.
                 revision = await self._client.put_if(
-                    [Unchanged(self._key, self._revision, "CREATE")],
+                    [self._ours],
                     [Put(self._key, msgspec.json.encode(holder), self._lease)],
                 )
             except TransientError as error:
@@ -222,7 +222,7 @@ class EtcdTenancy:
             asked_s = self._clock()
             next_s = asked_s + pause_s
             try:
-                ttl_s = await self._client.keep_alive(self._lease)
+                ttl_s = await self._renewed()
             except TransientError as error:
                 self._countdown.doubt = str(error)
                 next_s = asked_s + min(_AGAIN_S, pause_s)
@@ -230,9 +230,20 @@ class EtcdTenancy:
                 self._countdown.lose(str(error))
             else:
                 if ttl_s == 0:
-                    self._countdown.lose("etcd has ended it")
+                    self._countdown.lose("etcd has ended it, or somebody has removed its key")
                 self._countdown.extend(asked_s + _SURE * ttl_s)
             await asyncio.sleep(max(0.0, next_s - self._clock()))
+
+    async def _renewed(self) -> int:
+        """Seconds for which etcd keeps the lease from when it had the call; 0: we have it no more.
+
+        Most members agree on what is read, so whoever answers has learned of a new leader. Else one
+        that was the leader, and was stopped, might renew a lease that the others are about to end.
+        """
+        kv = (await self._client.read(self._key)).get(self._key)
+        if kv is None or kv.create_revision != self._ours.revision:
+            return 0
+        return await self._client.keep_alive(self._lease)
 
     def _on_renewal_over(self, renewal: asyncio.Task[None]) -> None:
         if not renewal.cancelled() and (error := renewal.exception()) is not None:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep import __version__
+from everstep.agent import identity
 from everstep.agent.zygote import ZygotePlan
 from everstep.core.ladder import Policy
-from everstep.settings import RunSettings
+from everstep.settings import RunSettings, endpoint
 from everstep.wire.nodes import NodeSettings
 
 LOOPBACK = "127.0.0.1"
@@ -41,6 +42,14 @@ class JobResult:
 def run_directory(settings: RunSettings) -> Path:
     """Where the run's journal and logs are."""
     return Path(settings.log_dir) / settings.run_id
+
+
+def meeting_host(settings: RunSettings) -> str:
+    """The numeric address at which the coordinator listens, and MASTER_ADDR of the script. Blocks
+    for the name. Raises UserError."""
+    if not settings.coordinator:
+        return LOOPBACK
+    return identity.numeric(endpoint(settings.coordinator)[0], alone=settings.nnodes == 1)
 
 
 @contextmanager

@@ -33,8 +33,6 @@ from everstep.wire.secret import Secret
 _MARK = "EVERSTEP_NODE"
 _END_TIMEOUT_S = 5.0
 _TAIL_BYTES = 2048
-# Exit codes of an agent that a signal has asked to end: the loss of a node, and no failure.
-_ASKED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
 @dataclass(slots=True)
@@ -51,9 +49,11 @@ class _Process:
 
 
 class LocalAgents:
-    """The agents of one job. `logs`: where what they print is kept. `on_failure` is called with a
-    process id and an error when one ends by itself, and badly, before `close`. Loop thread
-    only."""
+    """The agents of one job. `logs`: where what they print is kept.
+
+    `on_end` is called when one has ended by itself, before `close`: with its process id, its exit
+    code, negative for a signal, and what it printed last. `on_failure` is called with what could
+    not be done about it. Loop thread only."""
 
     def __init__(
         self,
@@ -61,23 +61,28 @@ class LocalAgents:
         secret: Secret,
         logs: Path,
         environ: Mapping[str, str],
-        on_failure: Callable[[int, EverstepError], None],
+        on_end: Callable[[int, int, str], None],
+        on_failure: Callable[[EverstepError], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._secret = secret
         self._logs = logs
         self._environ = environ
+        self._on_end = on_end
         self._on_failure = on_failure
         self._running: list[_Process] = []
         self._burials: set[asyncio.Task[None]] = set()
         self._closing = False
-        self.started = False
         self._was_subreaper = processes.set_child_subreaper(True)
+
+    @property
+    def alive(self) -> int:
+        """How many have not ended."""
+        return len(self._running)
 
     def start(self, count: int, host: str, port: int) -> None:
         """Start `count` agents that look for their coordinator at `host` and `port`."""
-        self.started = True
         for index in range(count):
             self._start(f"local-{index}", host, port)
 
@@ -104,12 +109,16 @@ class LocalAgents:
             **without_secret(self._environ),  # which may name its file
             variable: value,
             "EVERSTEP_SECRET": self._secret.reveal(),
+            "EVERSTEP_COORDINATOR_LEASE": settings.coordinator_lease,
+            "EVERSTEP_RUN_ID": settings.run_id,
             "EVERSTEP_LOG_DIR": str(Path(settings.log_dir).absolute()),
             "EVERSTEP_SHM_DIR": settings.shm_dir,
             "EVERSTEP_DOMAIN": settings.domain,
             "EVERSTEP_INTERFACE": settings.interface,
             "EVERSTEP_PORTS": settings.ports,
+            "EVERSTEP_LEASE_S": str(settings.lease_s),
             "EVERSTEP_GRACE_S": str(settings.grace_s),
+            "EVERSTEP_COORDINATOR_TIMEOUT_S": str(settings.coordinator_timeout_s),
             "EVERSTEP_JOIN_NODES_TIMEOUT_S": str(settings.join_nodes_timeout_s),
         }
         log = self._logs / f"agent-{name}.log"
@@ -145,17 +154,15 @@ class LocalAgents:
         sweep(Path(self._settings.shm_dir))
         self._running.remove(process)
         process.gone.set()
-        if code > 0 and code not in _ASKED and not self._closing:
+        if not self._closing:
             tail = process.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
-            text = f"the agent {process.name} ended with code {code}: {tail}"
-            self._on_failure(process.popen.pid, EverstepError(text))
+            self._on_end(process.popen.pid, code, f"agent {process.name}: {tail}")
 
     def _on_buried(self, burial: asyncio.Task[None]) -> None:
         self._burials.discard(burial)
         error = None if burial.cancelled() else burial.exception()
         if error is not None:
-            text = f"an agent that ended left something behind: {error}"
-            self._on_failure(0, EverstepError(text))
+            self._on_failure(EverstepError(f"an agent that ended left something behind: {error}"))
 
 
 def _end_with_parent() -> None:

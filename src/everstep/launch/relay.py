@@ -23,10 +23,11 @@ _MOST_UNREAD_RECORDS_BYTES = 4 * _MOST_UNREAD_BYTES
 
 
 class Begin(Message):
-    """Coordinate the job. `runner`, `preload`: as agent.zygote.ZygotePlan has them. `resume`: an
-    earlier coordinator has made the run's directory."""
+    """Coordinate the job, whose directory is there. `port`: where to listen. `runner`, `preload`:
+    as agent.zygote.ZygotePlan has them. `resume`: there was a coordinator before."""
 
     settings: RunSettings
+    port: int
     runner: str
     preload: tuple[str, ...]
     resume: bool

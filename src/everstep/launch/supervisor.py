@@ -7,7 +7,8 @@ on to it, since only it can tell the other hosts; if it does not obey in time it
 was started here is ended without it. Whatever ends the job, nothing that was started here is left.
 
 An agent of ours that fails before it has joined ends the job: the coordinator may never have heard
-of it. One that fails later is a lost node, about which the coordinator decides.
+of it. One that fails later is a lost node, about which the coordinator decides. Where the lease is
+with a coordinator on another host ours stands by, and the job is over when our agents say so.
 
 It does not know the state of the job, nor which of the coordinators it has started is heeded.
 """
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from everstep.agent.node import failures_go_to
@@ -27,16 +30,20 @@ from everstep.core.words import name_signal
 from everstep.errors import EverstepError, UserError
 from everstep.launch.coordinator_process import CoordinatorProcess
 from everstep.launch.job import (
+    END_SIGNALS,
     LEASE_LOST_EXIT_CODE,
     JobResult,
     ending_by_signals,
+    meeting_host,
     run_directory,
 )
 from everstep.launch.pool import LocalAgents
 from everstep.launch.relay import Begin, Ended, Fail, News, Printed, Raised, Recorded, Stop
 from everstep.observe.journal import JournalWriter, records_of
+from everstep.observe.rundir import make_run_directory
 from everstep.observe.view import View
-from everstep.settings import RunSettings, has_secret, secret_of, without_secret
+from everstep.settings import RunSettings, endpoint, has_secret, secret_of, without_secret
+from everstep.wire.ports import listen, ports_of
 from everstep.wire.secret import Secret, make_secret
 
 _MOST_DEATHS = 5  # within the window: what kills it that often does not pass by itself
@@ -61,6 +68,7 @@ class Supervisor:
         self._environ = environ
         self._run_dir = run_directory(settings)
         self._secret = _secret(settings, environ)
+        self._listens_at = 0
         self._agents: LocalAgents | None = None
         self._process: CoordinatorProcess | None = None
         self._last: Ended | Raised | None = None
@@ -69,18 +77,28 @@ class Supervisor:
         self._killed = False  # since it did not end in time
         self._broken: asyncio.Future[BaseException] = self._loop.create_future()
         self._timers: list[asyncio.TimerHandle] = []
+        self._over: asyncio.Future[Ended] = self._loop.create_future()  # says another coordinator
+        self._listens = False
         self._nodes_by_pid: dict[int, int] = {}
         self._joined: set[int] = set()
 
     async def run(self) -> JobResult:
         """Run the job to its end. Raises as `launch.local.run_job` does."""
+        settings = self._settings
         failures_go_to(self._break)
+        host = meeting_host(settings)
+        make_run_directory(self._run_dir)
+        logs = self._run_dir / "logs"
         agents = self._agents = LocalAgents(
-            self._settings, self._secret, self._run_dir / "logs", self._environ, self._agent_failed
+            settings, self._secret, logs, self._environ, self._agent_ended, self._break
         )
         try:
-            with ending_by_signals(self._stop_asked):
-                last = await self._until_last_word()
+            with ending_by_signals(self._stop_asked), _port(settings, host) as self._listens_at:
+                process = self._start(resume=False)
+                # They look for it until it listens: all import what they need at the same time.
+                here = 1 if settings.coordinator else settings.slots + settings.spares
+                agents.start(here, host, self._listens_at)
+                last = await self._until_last_word(process)
         finally:
             for timer in self._timers:
                 timer.cancel()
@@ -100,35 +118,38 @@ class Supervisor:
 
     # ------------------------------------------------------------ the coordinator's life
 
-    async def _until_last_word(self) -> Ended | Raised:
+    async def _until_last_word(self, process: CoordinatorProcess) -> Ended | Raised:
         """Keep a coordinator going until one says how the job ended."""
-        resume = False
         while True:
-            process = self._start(resume)
-            ends: set[asyncio.Future[Any]] = {process.ended, self._broken}
+            ends: set[asyncio.Future[Any]] = {process.ended, self._broken, self._over}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._broken.done():
                 await self._give_up(process, self._broken.result())
+            if self._over.done():
+                return self._over.result()
             code = process.ended.result()
-            if self._last is not None and code != LEASE_LOST_EXIT_CODE:
+            if self._last is not None and not _has_lost_lease(self._last):
                 return self._last
-            if code >= 0 and code != LEASE_LOST_EXIT_CODE:
+            if self._last is None and code >= 0:
                 raise EverstepError(_epitaph(process, code))
             if self._killed:
                 return self._unheeded()
             pause_s = self._mourn(process, code)
             await asyncio.wait({self._broken}, timeout=pause_s)
-            resume, self._last = True, None
+            self._last = None
+            process = self._start(resume=True)
 
-    def _start(self, resume: bool) -> CoordinatorProcess:
+    def _start(self, *, resume: bool) -> CoordinatorProcess:
         environ = without_secret(self._environ) | {"EVERSTEP_SECRET": self._secret.reveal()}
         process = self._process = CoordinatorProcess(environ, self._take)
         begin = Begin(
             settings=self._settings,
+            port=self._listens_at,
             runner=self._plan.runner,
             preload=self._plan.preload,
             resume=resume,
         )
+        self._listens = False
         process.send(begin)
         for number in self._asked:
             process.send(Stop(signal=number))
@@ -201,10 +222,8 @@ class Supervisor:
 
     def _note(self, record: dict[str, Any]) -> None:
         match record.get("event"):
-            case "listening" if self._agents is not None and not self._agents.started:
-                settings = self._settings
-                here = 1 if settings.coordinator else settings.slots + settings.spares
-                self._agents.start(here, record["host"], record["port"])
+            case "listening":
+                self._listens = True
             case "node_registered":
                 self._nodes_by_pid[record["pid"]] = record["node"]
             case "node_joined":
@@ -224,14 +243,38 @@ class Supervisor:
         if self._process is not None:
             self._process.kill()
 
-    def _agent_failed(self, pid: int, error: EverstepError) -> None:
-        """An agent of ours has ended by itself, and badly."""
-        if self._nodes_by_pid.get(pid) not in self._joined:
+    def _agent_ended(self, pid: int, code: int, last_words: str) -> None:
+        """An agent of ours has ended by itself."""
+        if self._settings.coordinator_lease and not self._listens:
+            if self._agents is not None and not self._agents.alive and not self._over.done():
+                exit_code = code if code >= 0 else 128 - code
+                self._over.set_result(Ended(exit_code=exit_code, text=last_words if code else ""))
+            return
+        asked = code <= 0 or code - 128 in END_SIGNALS
+        if not asked and self._nodes_by_pid.get(pid) not in self._joined:
+            error = EverstepError(
+                f"an agent ended with code {code} before it had joined, {last_words}"
+            )
             self._timers.append(self._loop.call_later(_LAST_WORD_S, self._break, error))
 
     def _break(self, error: BaseException) -> None:
         if not self._broken.done():
             self._broken.set_result(error)
+
+
+@contextmanager
+def _port(settings: RunSettings, host: str) -> Iterator[int]:
+    """Where the job's coordinators listen, one after the other. While it is entered, the system
+    gives the port to nobody by chance."""
+    if settings.coordinator:
+        yield endpoint(settings.coordinator)[1]
+        return
+    with listen(host, ports_of(settings.ports), 1) as found:
+        address = found.getsockname()
+    with socket.socket(found.family, socket.SOCK_STREAM) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so others may listen there
+        bound.bind(address)
+        yield address[1]
 
 
 def _secret(settings: RunSettings, environ: Mapping[str, str]) -> Secret:
@@ -245,6 +288,10 @@ def _as_raised(raised: Raised) -> EverstepError:
     error = EverstepError(raised.text)
     error.exit_code = raised.exit_code
     return error
+
+
+def _has_lost_lease(last: Ended | Raised) -> bool:
+    return isinstance(last, Raised) and last.exit_code == LEASE_LOST_EXIT_CODE
 
 
 def _epitaph(process: CoordinatorProcess, code: int) -> str:

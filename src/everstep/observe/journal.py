@@ -7,8 +7,10 @@ newline. Who goes on with a journal that another process began cuts such a part 
 line names the format and its version. `fsync` only at the close: the journal explains a run, it
 does not restore one, and a step must not wait for a disk.
 
-Every line has `t`, seconds on the host's monotonic clock, and `event`. This module does not know
-the events.
+Every line has `t`, seconds on the host's monotonic clock, and `event`. A coordinator that goes on
+with the journal on another host, or after a boot, has another clock: it says so, and a reader moves
+what follows by what the two wall clocks tell, never back behind what was read. Beyond that this
+module does not know the events.
 """
 
 from __future__ import annotations
@@ -131,6 +133,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 def records_of(path: Path) -> Iterator[dict[str, Any]]:
     """The records as `read_journal` has them, one after another. Raises as it does. Blocks for the
     disk."""
+    clock = _Clock()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -145,7 +148,44 @@ def records_of(path: Path) -> Iterator[dict[str, Any]]:
                 ) from error
             if number == 1:
                 _check_header(path, record)
-            yield record
+            yield clock.moved(record)
+
+
+class _Clock:
+    """Moves the times of later coordinators to the first one's clock."""
+
+    def __init__(self) -> None:
+        self._header: Mapping[str, Any] = {}
+        self._boot_id: str | None = None
+        self._offset_s = 0.0
+        self._last_s = float("-inf")
+
+    def moved(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The record, with its times on the first clock."""
+        self._header = self._header or record
+        if record.get("event") == "coordinator_started":
+            self._look(record)
+        if self._offset_s:
+            _move(record, self._offset_s)
+        self._last_s = float(record.get("t", self._last_s))
+        return record
+
+    def _look(self, started: Mapping[str, Any]) -> None:
+        before, self._boot_id = self._boot_id, started.get("boot_id")
+        if before in (None, self._boot_id):
+            return
+        began = self._header
+        since_s = float(started["wall_time"]) - float(began["wall_time"])
+        self._offset_s = max(float(began["t"]) + since_s, self._last_s) - float(started["t"])
+
+
+def _move(record: dict[str, Any], offset_s: float) -> None:
+    for name in ("t", "fired_t", "at_s"):
+        if record.get(name) is not None:
+            record[name] += offset_s
+    cause = record.get("cause")
+    if isinstance(cause, dict) and cause.get("at_s") is not None:
+        cause["at_s"] += offset_s
 
 
 def _cut_torn_line(fd: int) -> None:

@@ -26,8 +26,9 @@ from everstep.wire.clients import Status
 
 Record = Mapping[str, Any]
 _PHASES = {  # which a record begins
+    "coordinator_started": "reconvening",  # or, if it is the first, nothing yet
+    "coordinator_left": "left alone by its coordinator",
     "job_started": "setting up",
-    "listening": "gathering",
     "gathered": "setting up",
     "setup_done": "running",
     "incident_opened": "stopping",
@@ -115,6 +116,10 @@ class _Scene:
         self._generation = max(self._generation, int(record.get("generation", 0)))
         self.term = int(record.get("term", self.term))
         match event:
+            case "listening" if not self._nodes:
+                self._phase = "gathering"
+            case "coordinator_resumed":
+                self._phase = "running" if record["undisturbed"] else "stopping"
             case "job_started":
                 self.script = " ".join([record["script"], *record["args"]])
             case "spawned":

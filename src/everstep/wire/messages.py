@@ -297,12 +297,14 @@ class Capsule(Message):
     before this rank's last contribution to the step, so no peer can commit the step before the
     capsule is with the agent. `section`: it is of this section after the step, likewise; "" for
     the step itself. `turn`: if not 0, the rank makes no contribution before it is answered with
-    `Kept`: its node may be lost as a whole."""
+    `Kept`: its node may be lost as a whole. `since`: capsules of this step and later ones are still
+    needed, however many these are; -1: only the newest few, as always."""
 
     step: int
     payload: bytes
     section: str = ""
     turn: int = 0
+    since: int = -1
 
 
 class Commit(Message):

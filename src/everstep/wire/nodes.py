@@ -111,10 +111,9 @@ class Kill(Message):
 
 
 class Tell(Message):
-    """A message for a worker."""
+    """A message for workers; `to`: rank and incarnation of each."""
 
-    rank: int
-    incarnation: int
+    to: tuple[tuple[int, int], ...]
     message: ToWorker
 
 

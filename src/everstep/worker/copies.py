@@ -96,6 +96,13 @@ class Copies:
         if self._schedule is not None:
             self._schedule.resume(steps)
 
+    @property
+    def oldest(self) -> int:
+        """The oldest step to which all ranks may have to go back, where that may be one before the
+        newest; 0 where it may not."""
+        steps = () if self._schedule is None else self._schedule.steps
+        return steps[0] if steps else 0
+
     # ------------------------------------------------------------ making one
 
     def keep(self, state: State, step: int, generation: int, *, gradients: bool) -> bool:
@@ -115,7 +122,7 @@ class Copies:
                 turn = self._copy(state, step, generation, kept, gradients=gradients)
                 self._turns[turn] = step
                 schedule.made(step)
-            elif schedule.skipped == 1:
+            elif schedule.skipped == 1 and self._spec.rank == 0:  # all know the same
                 self._control.send(messages.Note(key="copy-skipped", text=_SKIPPED))
         except Stopped:
             return False

@@ -175,7 +175,15 @@ class Worker:
         generation has been stopped: what is only on this node can be lost with it."""
         several = self.spec.local_world_size < self.spec.world_size
         turn = self.control.next_turn() if several else 0
-        self.control.send(messages.Capsule(step=step, payload=payload, section=section, turn=turn))
+        self.control.send(
+            messages.Capsule(
+                step=step,
+                payload=payload,
+                section=section,
+                turn=turn,
+                since=self.copies.oldest - 1,  # whose successor begins in the step before
+            )
+        )
         if several:
             generation = self.communicators.generation
             with suppress(Stopped):
