@@ -6,7 +6,8 @@ agents do it (agent/keeping.py over agent/neighbours.py), the other agent in a p
 *Coordinator*: the same capsules to a process that keeps them likewise (keepsakes.py) and answers
 each over the same kind of connection. That process serves all nodes of a job, a guardian one or
 two: so the second way is also measured with the capsules of more nodes in front of it, all sent at
-once by this process. Ways are taken in turn; a ratio is the median of the ratios within rounds.
+once by this process. Ways are taken in changing order; a ratio is the median of the ratios within
+rounds.
 
 Counted and not timed: the messages of a step (tests/unit/test_agent_keeping.py counts them too).
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import random
 import resource
 import statistics
 import sys
@@ -46,6 +48,7 @@ NODES: Final = (1, 8, 64)
 HOME, GUARDIAN = 0, 1
 LIMITS: Final = Limits(lease_s=60.0)  # the machine may be far busier than a job's host
 DEADLINE_S: Final = 60.0
+END: Final = "end"
 fork = multiprocessing.get_context("fork")
 
 
@@ -93,22 +96,20 @@ class Side:
 
 
 async def _until_told(pipe: Connection) -> None:
-    """Answer each word with the CPU time used so far, until the pipe is closed."""
+    """Answer each question with the CPU time used so far, in seconds, until told to end."""
     loop = asyncio.get_running_loop()
-    closed = asyncio.Event()
+    ended = asyncio.Event()
 
     def read() -> None:
-        try:
-            pipe.recv()
-        except EOFError:
+        if pipe.recv() == END:
             loop.remove_reader(pipe.fileno())
-            closed.set()
-            return
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        pipe.send(used.ru_utime + used.ru_stime)
+            ended.set()
+        else:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            pipe.send(used.ru_utime + used.ru_stime)
 
     loop.add_reader(pipe.fileno(), read)
-    await closed.wait()
+    await ended.wait()
 
 
 def guard(secret: Secret, pipe: Connection) -> None:
@@ -134,7 +135,7 @@ def coordinate(secret: Secret, pipe: Connection) -> None:
             assert isinstance(capsule, Capsule)
             kept.take(rank, incarnation, capsule)
             answer = Kept(turn=capsule.turn)
-            hub.send(peer, nodes.Tell(rank=rank, incarnation=incarnation, message=answer))
+            hub.send(peer, nodes.Tell(to=((rank, incarnation),), message=answer))
 
         hub: Hub[nodes.Said] = Hub(
             host=HOST,
@@ -159,24 +160,17 @@ class Other:
 
     def __init__(self, target: Callable[[Secret, Connection], None], secret: Secret) -> None:
         self._pipe, theirs = fork.Pipe()
-        self._process = fork.Process(target=self._run, args=(target, secret, theirs))
+        self._process = fork.Process(target=target, args=(secret, theirs), daemon=True)
         self._process.start()
-        theirs.close()
         self.port = int(self._pipe.recv())
 
-    def _run(
-        self, target: Callable[[Secret, Connection], None], secret: Secret, pipe: Connection
-    ) -> None:
-        self._pipe.close()
-        target(secret, pipe)
-
     def cpu_s(self) -> float:
-        self._pipe.send(None)
+        self._pipe.send("cpu")
         return float(self._pipe.recv())
 
     def end(self) -> None:
-        self._pipe.close()
-        self._process.join()
+        self._pipe.send(END)
+        self._process.join(DEADLINE_S)
 
 
 # ---------------------------------------------------------------------- the rounds
@@ -236,8 +230,10 @@ async def measure(rounds: int, secret: Secret, guardian: Other, coordinator: Oth
     await asyncio.wait_for(bench.linked.wait(), DEADLINE_S)
     seconds: dict[str, list[float]] = {}
     cpu_us = {}
+    order = random.Random(0)
+    ways = [("guardian", 1)] + [("coordinator", count) for count in NODES]
     for _ in range(rounds):
-        ways = [("guardian", 1)] + [("coordinator", count) for count in NODES]
+        order.shuffle(ways)
         for way, count in ways:
             hand_over = bench.to_guardian if way == "guardian" else bench.to_coordinator
             name = f"{way}, {count} node{'s' * (count > 1)}"
@@ -260,7 +256,7 @@ def report(seconds: dict[str, list[float]], cpu_us: dict[str, float]) -> None:
     """Print, and save."""
     base = seconds["guardian, 1 node"]
     rows, figures = [], {}
-    for name, values in seconds.items():
+    for name, values in sorted(seconds.items(), key=lambda item: statistics.median(item[1])):
         ratios = [value / of for value, of in zip(values, base, strict=True)]
         low, high = median_interval(ratios)
         median_ms, ratio = statistics.median(values) * 1e3, statistics.median(ratios)

@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,21 @@ CASES = {"adamw": ("adamw", 1), "sgd": ("sgd", 1), "blocks": ("adamw", 10), "fsd
 _LIMIT_S = 1200
 
 
-def run_case(pairs: int, block: int, optimizer: str) -> list[dict[str, Any]]:
-    """One job of pairs; what each rank measured. Raises CalledProcessError when the job fails."""
+def run_case(
+    pairs: int,
+    block: int,
+    optimizer: str,
+    *,
+    layout: Sequence[str] = ("--nproc-per-node", str(RANKS)),
+    metered: int = 200,
+) -> list[dict[str, Any]]:
+    """One job of pairs; what each rank measured. `layout`: options of everstep run, for RANKS
+    ranks; `metered`: steps for the breakdown. Raises CalledProcessError when the job fails."""
     with tempfile.TemporaryDirectory() as directory:
         script = [str(ROOT / "benchmarks" / "steppairs.py"), "--pairs", str(pairs)]
         script += ["--block", str(block), "--optimizer", optimizer, "--out", directory]
-        options = ["--nproc-per-node", str(RANKS), "--quiet", "--log-dir", f"{directory}/runs"]
+        script += ["--metered", str(metered)]
+        options = [*layout, "--quiet", "--log-dir", f"{directory}/runs"]
         command = [sys.executable, "-m", "everstep.cli", "run", *options, *script]
         paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environ = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in paths if path))

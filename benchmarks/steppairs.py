@@ -215,6 +215,12 @@ class Pairs:
         pairs = zip(self.protected.model.parameters(), self.plain.model.parameters(), strict=True)
         return all(torch.equal(local(a.detach()), local(b.detach())) for a, b in pairs)
 
+    def state_bytes(self) -> int:
+        """What this rank's part of the protected state takes."""
+        assert process._worker is not None
+        assert process._worker.state is not None
+        return sum(tensor.nbytes for _, tensor in process._worker.state.replicas())
+
 
 def agent_cpu_s() -> float:
     """CPU seconds of the agent's process so far: the parent of the zygote that forked this one."""
@@ -250,6 +256,7 @@ def main() -> None:
         "seconds": pairs.seconds,
         "cpu_s": pairs.cpu_s,
         "equal": pairs.check_equal(),
+        "state_bytes": pairs.state_bytes(),
         "agent_cpu_s_per_step": agent_s / (args.pairs * args.block),
     }
     pairs.forget_times()  # what the meter itself costs is no figure

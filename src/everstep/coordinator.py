@@ -112,6 +112,16 @@ class Effects(Protocol):
         """Tell the nodes that hold slots which these are, and of each its guardian."""
         ...
 
+    def probe(self, order: actions.Probe) -> Collection[int]:
+        """Have nodes try whether they reach each other. Returns those that can try: their answers
+        come back by `probed`, or the node is lost."""
+        ...
+
+    def reclaim(self, order: actions.Reclaim) -> None:
+        """Ask nodes what they keep of ranks. Each answer comes back by `reclaimed`, or the node is
+        lost."""
+        ...
+
     def keepers(self, generation: int, keepers: Mapping[int, int], steps: tuple[int, ...]) -> None:
         """Tell all nodes which of them keeps the copies of which rank, and that copies of other
         steps than `steps` are of no use any more."""
@@ -227,6 +237,17 @@ class CoordinatorShell:
         self._feed(translation.node_back(host, domain, report, protected))
         for said in report.unwritten:
             self._rewrite((said.rank, said.incarnation), said.message)
+
+    def probed(self, node: int, turn: int, closed: dict[int, str]) -> None:
+        """A node has tried whether it reaches others. `closed`: as events.Probed has it."""
+        self._feed(events.Probed(node=node, turn=turn, closed=closed))
+
+    def reclaimed(self, node: int, answer: nodes.Reclaimed) -> None:
+        """A node tells what it keeps of ranks whose node is gone."""
+        for rank, kept in answer.kept.items():
+            for incarnation, message in kept:
+                self._remember(rank, incarnation, message)
+        self._feed(events.Reclaimed(node=node, turn=answer.turn))
 
     def node_lost(self, node: int, cause: Cause, members: Iterable[Member]) -> None:
         """An agent can't be reached any more, and so can't `members`, its workers."""
@@ -455,9 +476,13 @@ class CoordinatorShell:
                 self._send_regroup(action)
             case actions.SendPeers(guardians=guardians):
                 self._effects.peers(guardians)
-            case actions.Reclaim(turn=turn, nodes=asked):
-                # Agents are not asked yet: what they keep beside the lost node is not fetched.
-                self._events.extend(events.Reclaimed(node=node, turn=turn) for node in asked)
+            case actions.Probe(turn=turn, pairs=pairs):
+                idle = {asker for asker, _ in pairs} - set(self._effects.probe(action))
+                self._events.extend(
+                    events.Probed(node=node, turn=turn, closed={}) for node in sorted(idle)
+                )
+            case actions.Reclaim():
+                self._effects.reclaim(action)
             case actions.SendKeepers(generation=generation, keepers=keepers, steps=steps):
                 self._effects.keepers(generation, keepers, steps)
             case actions.DropCopies(generation=generation, rank=rank, node=node):

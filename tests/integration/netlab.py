@@ -117,6 +117,8 @@ class _Switch:
                 line = orders.readline()
                 if not line:
                     return
+                for host in range(len(self._fds)):
+                    self._read(host)  # what was sent before is treated as before
                 self._obey(Rules(**json.loads(line)))
                 print("done", flush=True)
             self._release()
@@ -223,6 +225,15 @@ class Lab:
         self._switch.stdin.flush()
         self._hear("done")
 
+    def namespace(self, host: str) -> Path:
+        """The file by which its network can be entered."""
+        return Path("/run/netns", self._space(host))
+
+    def link(self, host: str) -> str:
+        """The state of its interface, as the kernel tells it there."""
+        command = ["ip", "-n", self._space(host), "link", "show", "eth0"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
     def know(self, host: str, names: Mapping[str, str]) -> None:
         """From now on `host` knows these names, with their addresses, and no others."""
         lines = [f"{address} {name}" for name, address in names.items()]
@@ -230,14 +241,18 @@ class Lab:
         self._hosts_file(host).write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def start(
-        self, host: str, command: Sequence[str], environ: Mapping[str, str]
+        self,
+        host: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        stdin: int = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host; what it prints goes to `log(host)`."""
         named = f'echo {host} >/proc/sys/kernel/hostname; exec "$0" "$@"'
         whole = ["ip", "netns", "exec", self._space(host), "unshare", "--uts", "sh", "-c", named]
         with self.log(host).open("ab") as log:
             process = subprocess.Popen(
-                [*whole, *command], env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [*whole, *command], env=environ, stdout=log, stderr=log, stdin=stdin
             )
         self.processes[host] = process
         return process

@@ -48,11 +48,17 @@ class Apart:
         return process
 
     def coordinator(
-        self, name: str, steps: int = 100_000, where: str = ""
+        self, name: str, steps: int = 100_000, where: str = "", nnodes: int = 2
     ) -> subprocess.Popen[bytes]:
-        command = ["coordinator", "--nnodes", "2", "--coordinator", where or self._where]
+        command = ["coordinator", "--nnodes", str(nnodes), "--coordinator", where or self._where]
         command += ["--run-id", self._run_id, "--log-dir", str(self._folder / "runs")]
         return self._start(name, *command, str(TINY), "--steps", str(steps))
+
+    def launcher(self, name: str, where: str) -> subprocess.Popen[bytes]:
+        """A command that would coordinate, too, and is a node."""
+        command = ["run", "--nnodes", "1", "--coordinator", where, "--run-id", self._run_id]
+        command += ["--log-dir", str(self._folder / name), str(TINY), "--steps", "20"]
+        return self._start(name, *command)
 
     def agents(self) -> list[subprocess.Popen[bytes]]:
         command = ["agent", "--coordinator", self._where, "--run-id", self._run_id, "--name"]
@@ -176,3 +182,16 @@ def test_with_a_lease_another_one_takes_over_and_the_one_that_slept_knows(
         assert [record["undisturbed"] for record in apart.of("coordinator_resumed")] == [True] * 2
         assert [record["step"] for record in apart.of("step")] == list(range(1, apart.steps() + 1))
         assert len(apart.of("job_ended")) == 1
+
+
+@pytest.mark.apt("etcd")
+def test_a_launcher_that_does_not_get_the_lease_is_a_node_and_ends_with_the_job(
+    etcd: Etcd, tmp_path: Path
+) -> None:
+    with contextlib.closing(Apart(tmp_path, EVERSTEP_COORDINATOR_LEASE=etcd.url)) as apart:
+        holder = apart.coordinator("holder", steps=20, nnodes=1)
+        apart.until(lambda: apart.of("listening"))
+        launcher = apart.launcher("launcher", f"127.0.0.1:{free_port()}")
+        assert holder.wait(PATIENCE_S) == 0
+        assert launcher.wait(PATIENCE_S) == 0, apart.log("launcher").read_text()
+        assert [record["step"] for record in apart.of("step")] == list(range(1, 21))

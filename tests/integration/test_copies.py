@@ -96,3 +96,43 @@ def test_without_copies_the_shards_of_a_node_are_lost_by_name(tmp_path: Path) ->
     )
     assert result.exit_code != 0
     assert "--copies sync" in result.text
+
+
+# ---------------------------------------------------------------- steps that don't wait
+
+
+ON_NODES = {"nproc": 1, "local_nodes": 3, "spares": 1, "copies": "async"}
+
+
+def test_a_node_dies_while_its_copy_is_under_way(tmp_path: Path) -> None:
+    """At most a step is lost, and only where the copy had not come."""
+    result = _assert_kept(tmp_path, "fsdp", "node:index=1,step=9", **ON_NODES)
+    (closed,) = result.closed
+    assert closed["state_from"] == "memory"
+    assert (closed["rung"], closed["steps_lost"]) in (("replace", 0), ("memory", 0), ("memory", 1))
+
+
+def test_steps_that_outrun_their_copies_are_lost_by_number(tmp_path: Path) -> None:
+    """A network on which a copy takes longer than a step."""
+    result = _assert_kept(
+        tmp_path, "fsdp", "node:index=1,step=9", recovery_bandwidth="100KB/s", **ON_NODES
+    )
+    (closed,) = result.closed
+    assert (closed["rung"], closed["state_from"]) == ("memory", "memory")
+    assert 1 <= closed["steps_lost"] <= 4
+    assert "ranks 0-2 take step" in closed["reason"]
+    assert "copy-skipped" in {record.get("key") for record in result.records}
+
+
+@pytest.mark.parametrize("layout", ["fsdp-keep", "zero"])
+def test_a_process_that_dies_costs_no_step(layout: str, tmp_path: Path) -> None:
+    """Its own node has the copy. One after the other, in all places, also on one machine."""
+    faults = (
+        "kill:rank=1,step=2,at=backward",
+        "kill:rank=2,step=5,at=fence",
+        "segv:rank=0,step=7,at=optimizer",
+        "kill:rank=2,step=10,at=commit",
+    )
+    result = _assert_kept(tmp_path, layout, *faults, nproc=3, copies="async")
+    assert {record["steps_lost"] for record in result.closed} == {0}
+    assert {record["rung"] for record in result.closed} == {"respawn"}

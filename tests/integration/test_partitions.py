@@ -353,6 +353,24 @@ def fall(job: Job, name: str, cell: Cell) -> None:
         assert not any(processes.is_there(pid) for pid in pids), name
 
 
+def test_two_that_do_not_reach_each_other_any_more(job: Job, clean: Values) -> None:
+    """The coordinator hears both. A spare takes the place of one, and the pair is named."""
+    job.start(HEAD, *OTHERS)
+    job.trains()
+    slots, spares = job.places()
+    job.lab.rules(pair(job.lab, slots, spares))
+    job.until(job.incidents, "the incident's end")
+    assert job.incidents() == [("replace", 0)]
+    (lost,) = job.of("node_lost")
+    assert job.host_of(lost["node"]) in slots[-2:]
+    between = " and ".join(rf"node \d+ \(host {host}\)" for host in sorted(slots[-2:]))
+    way = rf"\({NET}\.\d+ -> {NET}\.\d+:\d+: no connection \([^)]+\)\)"
+    assert re.search(rf"{between} do not reach each other {way}", lost["text"]), lost["text"]
+    job.hurry()
+    assert job.wait(HEAD) == 0, job.story()
+    job.assert_one_history(clean)
+
+
 # -------------------------------------------------------------------- the coordinator's host
 
 

@@ -11,22 +11,16 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.integration.joblab import TINY, assert_same_run, run_script
-from tests.integration.test_agent import PLAN, ROOT, read_lines
+from tests.integration.joblab import TINY, Result, assert_same_run, run_script
+from tests.integration.test_agent import ROOT
 from tests.integration.test_nodes import Job, assert_whole, below, launched
 
-from everstep.agent import processes
 from everstep.errors import EverstepError, UserError
 from everstep.launch import coordinator_process, supervisor
-from everstep.launch.local import run_job
 from everstep.observe.journal import read_journal
 from everstep.wire.secret import make_secret
 
@@ -85,21 +79,38 @@ def test_one_that_dies_again_and_again_ends_the_job(job: Job) -> None:
     assert job.watcher.records[-1] == last
 
 
-def test_training_goes_on_while_there_is_none(tmp_path: Path) -> None:
-    def run(*faults: str) -> Any:
-        args = ("--steps", "60")
-        return run_script(
-            tmp_path, *args, script=TINY, nproc=1, local_nodes=2, spares=1, faults=faults
-        )
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return train(tmp_path_factory.mktemp("clean"))
 
-    faults = ("coordinator:step=20", "coordinator:rank=1,step=30,at=commit", "node:index=1,step=45")
-    clean, faulted = run(), run(*faults)
+
+def train(folder: Path, *faults: str) -> Result:
+    return run_script(
+        folder, "--steps", "60", script=TINY, nproc=1, local_nodes=2, spares=1, faults=faults
+    )
+
+
+def test_training_goes_on_while_there_is_none(clean: Result, tmp_path: Path) -> None:
+    faults = ("coordinator:step=20", "coordinator:rank=1,step=30,at=commit")
+    faulted = train(tmp_path, *faults)
     assert_same_run(clean, faulted)
     assert sorted(faulted.fired()) == sorted(faults)
-    assert [record["undisturbed"] for record in faulted.of("coordinator_resumed")] == [True, True]
+    terms = [record["term"] for record in faulted.of("coordinator_started")]
+    assert terms == [0, 1, 2]
+    assert all(record["undisturbed"] for record in faulted.of("coordinator_resumed"))
+    assert faulted.of("incident_opened") == []
+    assert [record["step"] for record in faulted.of("step")] == list(range(1, 61))
+    assert faulted.repeated == []
+
+
+def test_a_node_that_is_lost_meanwhile_is_replaced(clean: Result, tmp_path: Path) -> None:
+    faults = ("coordinator:step=20", "node:index=1,step=25")
+    faulted = train(tmp_path, *faults)
+    assert_same_run(clean, faulted)
+    assert sorted(faulted.fired()) == sorted(faults)
     (closed,) = faulted.closed
     assert (closed["rung"], closed["steps_lost"]) == ("replace", 0)
-    assert faulted.repeated == []
+    assert len(faulted.of("incident_opened")) == 1
 
 
 # -------------------------------------------------------------------- what it can't do itself

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 from tests.unit.netcases import (
@@ -20,6 +20,7 @@ from tests.unit.netcases import (
     on_a_loop,
 )
 
+from everstep.agent.keeping import Keeping
 from everstep.agent.neighbours import Events, Neighbours
 from everstep.errors import UserError
 from everstep.wire.frames import encode_data
@@ -59,6 +60,10 @@ class Agent:
         self.asked: list[tuple[int, ToPeer]] = []
         self.answered: list[tuple[int, FromPeer]] = []
         self.refused: list[tuple[str, str]] = []
+        self.on_joined: Callable[[int], None] = lambda _: None
+        self.on_lost: Callable[[int], None] = lambda _: None
+        self.on_asked: Callable[[int, Any], None] = lambda *_: None
+        self.on_answered: Callable[[int, Any], None] = lambda *_: None
         self.side = Neighbours(
             host=host,
             ports=ports,
@@ -68,8 +73,8 @@ class Agent:
                 on_joined=self._on_joined,
                 on_lost=self._on_lost,
                 on_unreached=lambda node, why: self._note(self.unreached, (node, why)),
-                on_asked=lambda node, message: self._note(self.asked, (node, message)),
-                on_answered=lambda node, message: self._note(self.answered, (node, message)),
+                on_asked=self._on_asked,
+                on_answered=self._on_answered,
                 on_refused=lambda address, why: self._note(self.refused, (address, why)),
             ),
         )
@@ -86,10 +91,20 @@ class Agent:
 
     def _on_joined(self, node: int) -> None:
         self._note(self.told, ("joined", node))
+        self.on_joined(node)
 
     def _on_lost(self, node: int, why: str) -> None:
         self.lost.append(why)
         self._note(self.told, ("lost", node))
+        self.on_lost(node)
+
+    def _on_asked(self, node: int, message: ToPeer) -> None:
+        self._note(self.asked, (node, message))
+        self.on_asked(node, message)
+
+    def _on_answered(self, node: int, message: FromPeer) -> None:
+        self._note(self.answered, (node, message))
+        self.on_answered(node, message)
 
 
 @contextlib.contextmanager
@@ -324,6 +339,36 @@ async def test_what_is_not_received_is_counted() -> None:
         await news.until(lambda: two.asked)
 
 
+@on_a_loop
+async def test_every_capsule_becomes_safe_over_a_connection_that_is_cut_again_and_again() -> None:
+    """With what agents do on both sides (agent/keeping.py)."""
+    news = News()
+    one, two = Agent(news, 1), Agent(news, 2)
+    safe: list[int] = []
+
+    def on_kept(rank: int, incarnation: int, turn: int) -> None:
+        safe.append(turn)
+        news.tell()
+
+    home, guardian = Keeping(one.side, on_kept), Keeping(two.side, lambda *_: None)
+    one.on_joined, one.on_lost, one.on_answered = home.joined, home.lost, home.answered
+    two.on_asked = guardian.asked
+    with closing(one, two):
+        async with Proxy(two.side.port) as proxy:
+            order = Peers(addresses={2: (LOCAL, proxy.port)}, guardian=2)
+            one.side.peers(order)
+            home.peers(order)
+            for turn in range(1, 41):
+                capsule = Capsule(step=turn, payload=b"x" * 1000, turn=turn)
+                home.said(0, 1, capsule)
+                if turn % 4 == 0:
+                    proxy.cut()  # with the capsule under way, or its answer
+                await news.until(lambda: turn in safe)  # noqa: B023
+            assert safe == list(range(1, 41))
+            assert guardian.report() == home.report()
+            assert one.told.count(("lost", 2)) == 10
+
+
 class TestStrangers:
     @on_a_loop
     async def test_who_does_not_know_the_secret_is_refused_and_told(self) -> None:
@@ -354,8 +399,8 @@ class TestStrangers:
         "frames",
         [
             [deposit(1)],
-            [Greeting(node=1, to=2), Greeting(node=1, to=2)],
-            [Greeting(node=1, to=2), Greeted()],
+            [Greeting(node=9, to=2), Greeting(node=9, to=2)],
+            [Greeting(node=9, to=2), Greeted()],
         ],
         ids=["no greeting", "two greetings", "an answer"],
     )

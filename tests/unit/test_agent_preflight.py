@@ -48,7 +48,6 @@ class Gate:
         self, needed: int = 3, within_s: float = WITHIN_S, *, begun: bool = False, ports: str = ""
     ) -> None:
         self.asked: dict[int, set[int]] = {}
-        self.chosen: dict[int, set[int]] = {}  # whose port of the system's choice each tries
         self.admitted: list[int] = []
         self.refused: dict[int, str] = {}
         self.job_refused: list[str] = []
@@ -80,7 +79,6 @@ class Gate:
 
     def probe(self, number: int, order: nodes.Probe) -> None:
         self.asked[number] = set(order.targets)
-        self.chosen[number] = {n for n, listens in order.targets.items() if listens.any_port}
 
     def admit(self, number: int) -> None:
         self.admitted.append(number)
@@ -182,7 +180,6 @@ def test_who_comes_later_tries_and_is_refused_alone() -> None:
     gate.asked.clear()
     gate.join(2)
     assert gate.asked == {0: {2}, 1: {2}, 2: {0, 1}}
-    assert gate.chosen == {0: {2}, 1: {2}, 2: set()}  # the others no longer listen there
     gate.join(3)  # while the round goes on: in the next
     gate.preflight.probed(1, nodes.Probed(closed=(closed(2),)))
     gate.asked.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import Callable, Coroutine
 from functools import wraps
@@ -15,16 +17,15 @@ from everstep.agent.reach import Reach, probe
 from everstep.agent.shipping import Dock, Shipping
 from everstep.wire import nodes
 from everstep.wire.bulk import Caller, Offer
-from everstep.wire.ports import holders
 
 KEY = b"the secret of the job, 32 bytes."
 WITHIN_S = 10.0
 
 
-def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @wraps(test)
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
+    def run(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
 
     return run
 
@@ -83,17 +84,23 @@ async def test_each_listener_that_is_closed_is_named() -> None:
 
 
 @on_a_loop
-async def test_the_port_of_the_system_s_choice_is_closed_after_the_first_tries() -> None:
-    one = NodeOnPaper(1)
-    one.reach.probe(nodes.Probe(targets={}, within_s=0.01))
-    port = one.reach.listens.any_port
-    async with asyncio.timeout(30):
-        while port in holders([port]):
-            await asyncio.sleep(0)
-    assert one.shipping.door.port in holders([one.shipping.door.port])
-    listens = msgspec.structs.replace(one.reach.listens, any_port=0)
-    assert await one.tries({1: listens}) == ()
+async def test_a_node_that_cannot_try_says_that_it_is_its_own_trouble(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = NodeOnPaper(1), NodeOnPaper(2)
+
+    def no_more_files(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "create_connection", no_more_files)
+    found = await one.tries({2: other.reach.listens})
+    monkeypatch.undo()
+    assert [(each.chosen, each.own) for each in found] == [(False, True), (True, True)]
+    other.reach.close()
+    (closed,) = await one.tries({2: other.reach.listens})
+    assert not closed.own
     one.close()
+    other.close()
 
 
 @on_a_loop

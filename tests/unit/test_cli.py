@@ -105,6 +105,12 @@ def test_what_the_commands_use_imports_no_torch(module: str) -> None:
     assert run_python("-c", code).stdout == "False\n"
 
 
+def test_who_has_no_etcd_does_not_import_what_asks_it() -> None:
+    modules = [f"everstep.{name}" for name in ("cli", "agent.agent", "launch.coordinator_main")]
+    code = f"import sys, {', '.join(modules)}; print('aiohttp' in sys.modules)"
+    assert run_python("-c", code).stdout == "False\n"
+
+
 def test_help_answers_in_time() -> None:
     """The bar of the project, in the best of several tries: others work on this machine, too."""
     tries = []

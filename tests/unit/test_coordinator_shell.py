@@ -12,12 +12,13 @@ import pytest
 from everstep.coordinator import CoordinatorShell
 from everstep.core import actions as do
 from everstep.core import events as ev
-from everstep.core.overview import Overview
 from everstep.core.hang import Evidence, Stance
+from everstep.core.overview import Overview
 from everstep.keepsakes import Heritage
 from everstep.translation import final_cause
 from everstep.types import Cause, CauseKind, Decision, Holding, Plan, RankPlan, Record
 from everstep.wire import messages as m
+from everstep.wire import nodes
 
 PLAN = Plan(
     step=5,
@@ -61,6 +62,13 @@ class Recorder:
 
     def spawn(self, order: do.Spawn, heritage: Heritage) -> None:
         self.done.append(("spawn", order.rank, order.incarnation, heritage))
+
+    def probe(self, order: do.Probe) -> list[int]:
+        self.done.append(("probe", order))
+        return [1]
+
+    def reclaim(self, order: do.Reclaim) -> None:
+        self.done.append(("reclaim", order))
 
     def kill(self, rank: int, incarnation: int, why: str) -> None:
         self.done.append(("kill", rank, incarnation))
@@ -332,6 +340,15 @@ class TestHeritage:
         expected = Heritage(rng_key=b"key 1", once={"k": b"value 1"}, faults=())
         assert dataclasses.replace(heritage, kept=()) == expected
         assert {type(said) for _, said in heritage.kept} == {m.Protect, m.Once}
+
+    def test_what_other_nodes_keep_of_a_lost_one_is_taken_in_before_the_core_goes_on(self) -> None:
+        case = Case()
+        case.act(do.Reclaim(turn=3, ranks=(1,), nodes=(0, 2)))
+        assert ("reclaim", do.Reclaim(turn=3, ranks=(1,), nodes=(0, 2))) in case.effects.done
+        kept = {1: ((4, m.Once(key="k", value=b"v")),)}
+        case.shell.reclaimed(2, nodes.Reclaimed(turn=3, kept=kept))
+        assert case.core.seen[-1] == ev.Reclaimed(node=2, turn=3)
+        assert case.heritage(1).once == {"k": b"v"}
 
     def test_a_tape_is_its_ranks_until_it_begins_anew(self) -> None:
         def say(incarnation: int, key: str, value: bytes) -> None:

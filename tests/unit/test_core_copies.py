@@ -11,7 +11,7 @@ from tests.unit.test_core_nodes import OnNodes
 from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.copies import CopyTable, need_copies
-from everstep.types import Decision, Rung
+from everstep.types import Decision, Rung, StateFrom
 
 # -------------------------------------------------------------------- who needs them
 
@@ -460,3 +460,167 @@ def test_replicas_across_nodes_need_no_copy_and_come_first() -> None:
     plan = d.one(do.SendRegroup).plan
     assert [part.copy for part in plan.ranks] == [False] * 4
     assert plan.ranks[2].sources == (0,)
+
+
+# -------------------------------------------------------------------- steps that don't wait
+
+
+class Async(Copied):
+    """Copies are on their way while the next step runs."""
+
+    def __init__(self, **policy: Any) -> None:
+        super().__init__(copy_every=1, **policy)
+
+    def run_to(self, step: int, first: int = 1, behind: int = 1) -> None:
+        """All copies of a step are with their keepers `behind` steps later."""
+        for number in range(first, step + 1):
+            for rank in self.ranks:
+                self.copied(rank, number, self.node_of[rank])
+            for rank in self.ranks if number > behind else ():
+                self.copied(rank, number - behind, self.keepers[rank])
+            for rank in self.ranks:
+                self.commit(rank, number)
+
+
+def test_all_ranks_make_copies_if_any_must() -> None:
+    """Since all must be able to go back."""
+    mixed = OnNodes(nnodes=2, spares=1, shards=3, copies=True, copy_every=2).gather()
+    mixed.set_up()
+    (go,) = mixed.got(do.SendGo, everything=True)
+    assert (go.copied, go.copy_every) == ({0, 1, 2, 3}, 2)
+    assert set(mixed.one(do.SendKeepers).keepers) == {0, 1, 2, 3}
+    none = OnNodes(nnodes=2, spares=1, shards=2, copies=True, copy_every=2).gather()
+    none.set_up()
+    (go,) = none.got(do.SendGo, everything=True)
+    assert go.copied == frozenset()
+
+
+def test_a_node_that_is_lost_before_its_copy_has_come_costs_the_step() -> None:
+    d = Async()
+    d.at(5)
+    d.lose(1)
+    d.parks(0, 1, step=5)
+    killed = [kill.rank for kill in d.got(do.Kill, everything=True)]
+    assert killed == [0, 1], "a script can't be led back behind what it has been given"
+    d.die(0)
+    d.die(1)
+    for rank in d.ranks:
+        d.join(rank)
+    regroup = d.one(do.SendRegroup)
+    assert regroup.plan.step == 4
+    assert [part.copy for part in regroup.plan.ranks] == [True] * 4
+    assert regroup.copies == (4,)
+    d.regroup()
+    d.run_to(6, first=5)
+    (closed,) = d.journal("incident_closed")
+    found = (closed["rung"], closed["state_from"], closed["steps_lost"])
+    assert found == (Rung.MEMORY, StateFrom.MEMORY, 1)
+    assert [step["step"] for step in d.journal("step")] == [1, 2, 3, 4, 5, 5, 6]
+
+
+def test_a_process_that_dies_costs_no_step() -> None:
+    """Its copy is on its node, wherever else it is not."""
+    d = Async()
+    d.at(5)
+    d.die(3)
+    d.parks(0, 1, 2, step=5)
+    d.join(3)
+    regroup = d.one(do.SendRegroup)
+    assert regroup.plan.step == 5
+    assert [part.copy for part in regroup.plan.ranks] == [False, False, False, True]
+    assert regroup.copies == (4, 5)
+    d.regroup()
+    d.run_to(6, first=6)
+    (closed,) = d.journal("incident_closed")
+    assert (closed["rung"], closed["steps_lost"]) == (Rung.RESPAWN, 0)
+
+
+def test_a_node_whose_copy_has_come_costs_no_step() -> None:
+    d = Async()
+    d.at(5)
+    for rank in (2, 3):
+        d.copied(rank, 5, d.keepers[rank])
+    d.lose(1)
+    d.parks(0, 1, step=5)
+    d.join(2)
+    d.join(3)
+    assert d.one(do.SendRegroup).plan.step == 5
+    d.regroup()
+    d.run_to(6, first=6)
+    (closed,) = d.journal("incident_closed")
+    assert (closed["rung"], closed["steps_lost"]) == (Rung.REPLACE, 0)
+
+
+def test_where_only_some_had_committed_the_step_none_is_lost() -> None:
+    """The step was made by a rank, so all go back behind it; but no one had heard of it."""
+    d = Async()
+    d.at(4)
+    for rank in d.ranks:
+        d.copied(rank, 4, d.keepers[rank])
+        d.copied(rank, 5, d.node_of[rank])
+    d.commit(0, 5)
+    d.lose(1)
+    d.park(0, 5, shard="s0")
+    d.park(1, 4, shard="s1")
+    d.die(0)
+    for rank in (0, 2, 3):
+        d.join(rank)
+    regroup = d.one(do.SendRegroup)
+    assert regroup.plan.step == 4
+    assert [part.copy for part in regroup.plan.ranks] == [True, False, True, True]
+    d.regroup()
+    d.run_to(6, first=5)
+    (closed,) = d.journal("incident_closed")
+    assert (closed["rung"], closed["steps_lost"]) == (Rung.MEMORY, 0)
+
+
+def test_a_copy_that_is_found_spoiled_leads_further_back() -> None:
+    d = Async()
+    d.at(5)
+    d.die(3)
+    d.parks(0, 1, 2, step=5)
+    d.join(3)
+    assert d.one(do.SendRegroup).plan.step == 5
+    for rank in d.ranks:
+        d.tell(ev.Regrouped(**d.here(rank)))
+    for rank in (0, 1, 2):
+        d.restored(rank)
+    d.tell(ev.CopySpoiled(rank=3, step=5, node=d.node_of[3]))
+    d.restored(3, ok=False, text="it is corrupt")
+    d.parks(0, 1, 2, step=5)
+    d.park(3, 0, torn=True, shard="s3")
+    for rank in (0, 1, 2):
+        d.die(rank)
+        d.join(rank)
+    regroup = d.one(do.SendRegroup)
+    assert regroup.plan.step == 4
+    assert [part.copy for part in regroup.plan.ranks] == [True] * 4
+
+
+def test_former_keepers_are_told_when_they_are_not_needed_any_more() -> None:
+    """The replacement would bring two copies into one rack, so two slots change places."""
+    racks = ("a", "a", "b", "b", "c", "c", "a")
+    d = Copied(nnodes=6, spares=1)
+    d.gather(*racks)
+    d.set_up()
+    d.run_to(4)
+    before = dict(d.keepers)
+    lost = next(
+        home
+        for rank, home in d.node_of.items()
+        if racks[home] == "b" and racks[before[rank]] == "a"
+    )
+    gone = [rank for rank in d.ranks if d.node_of[rank] == lost]
+    others = [rank for rank in d.ranks if rank not in gone]
+    d.lose(lost)
+    d.parks(*others)
+    for rank in gone:
+        d.join(rank)
+    d.regroup()
+    former = {(r, before[r]) for r in d.ranks if d.keepers[r] != before[r] and before[r] != lost}
+    assert former
+    assert d.got(do.DropCopies, everything=True) == []
+    d.run_to(6, first=5)
+    dropped = [(order.rank, order.node) for order in d.got(do.DropCopies, everything=True)]
+    assert set(dropped) == former
+    assert len(dropped) == len(former)

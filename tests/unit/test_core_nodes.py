@@ -26,9 +26,15 @@ class OnNodes(Driver):
         super().__init__(layout.world_size, layout, **policy)
         self.layout, self.shards = layout, shards
         self.node_of: dict[int, int] = {}
+        self.answers = True  # nodes tell at once what they keep of the ranks of lost ones
 
     def tell(self, event: ev.Event) -> list[do.Action]:
         super().tell(event)
+        actions = self.last
+        for asked in self.got(do.Reclaim) if self.answers else ():
+            for node in asked.nodes:
+                actions += super().tell(ev.Reclaimed(node=node, turn=asked.turn))
+        self.last = actions
         self.node_of |= {spawn.rank: spawn.node for spawn in self.got(do.Spawn)}
         return self.last
 

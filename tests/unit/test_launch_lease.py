@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import math
 import os
+import socket
+import sys
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +106,19 @@ async def test_in_place_a_foreign_file_is_named_and_nothing_is_held(tmp_path: Pa
         await InPlace(tmp_path).acquire(0)
     (tmp_path / TERM_FILE).unlink()
     await (await InPlace(tmp_path).acquire(0)).release()
+
+
+def test_without_the_extra_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    for name in ("etcd", "etcd_client"):
+        monkeypatch.delitem(sys.modules, f"everstep.launch.{name}")
+    with pytest.raises(UserError, match=r"pip install everstep\[etcd\]"):
+        make_lease("etcd://a", "one", tmp_path, 2.0)
+    with pytest.raises(UserError, match=r"pip install everstep\[etcd\]"):
+        make_finder("etcd://a", "one", 2.0)
+    assert isinstance(make_lease("", "one", tmp_path, 2.0), InPlace)
 
 
 def test_the_setting_chooses(tmp_path: Path) -> None:
@@ -276,6 +291,8 @@ async def test_numbers_bytes_and_what_is_left_out_are_understood() -> None:
         (answer('{"ID":"x"}'), "no answer of etcd's gateway"),
         (b"", "HTTP 0"),
         (b"SSH-2.0-OpenSSH\r\n", "HTTP 0"),
+        (answer("", "307 x\r\nLocation: /v3/lease/grant"), "HTTP 307"),
+        (answer('{"error":"' + (1 << 20) * "x" + '"}'), "HTTP 200 and no answer"),
     ],
 )
 @on_a_loop
@@ -296,6 +313,21 @@ async def test_a_silent_member_is_not_waited_for() -> None:
     async with Member([None]) as endpoint:
         client = EtcdClient(EtcdAddress(endpoints=(endpoint,)), 0.05)
         with pytest.raises(TransientError, match=r"no answer within 0\.05 s"):
+            await client.grant(6)
+
+
+@on_a_loop
+async def test_a_member_that_cannot_be_reached_is_not_waited_for() -> None:
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind((LOCAL, 0))
+        full.listen(0)
+        for _ in range(4):  # more than fit its queue: the kernel does not answer the next
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        client = EtcdClient(EtcdAddress(endpoints=(full.getsockname(),)), 0.2)
+        with pytest.raises(TransientError, match=r"no connection within 0\.1 s"):
             await client.grant(6)
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from tests.unit.netcases import (
     LOCAL,
+    PATIENCE_S,
     SECRET,
     Blob,
     HubCase,
@@ -153,6 +154,23 @@ async def test_a_link_asks_where_the_hub_is_before_each_attempt() -> None:
     finally:
         link.link.close()
         second.hub.close()
+
+
+@on_a_loop
+async def test_a_link_that_may_not_ask_ends_and_the_loop_is_told() -> None:
+    failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: failed.set_result(context["exception"])
+    )
+
+    async def find() -> tuple[str, int]:
+        raise UserError("permission denied")
+
+    link = LinkCase(News(), 1, find=find)
+    error = await asyncio.wait_for(failed, PATIENCE_S)
+    assert isinstance(error, UserError)
+    assert not link.waiting
+    link.link.close()
 
 
 @on_a_loop

@@ -17,7 +17,7 @@ from torch import nn
 
 from everstep import snapshot
 from everstep.errors import UserError
-from everstep.snapshot import Manifest, SnapshotError
+from everstep.snapshot import Manifest
 from everstep.wire import messages
 from everstep.worker import transfer
 from everstep.worker.control import Control, Stopped
@@ -71,8 +71,11 @@ class AgentOnPaper(Control):
                 path = self._area(step, nbytes)
                 return [messages.Shelf(turn=turn, path=str(path))]
             case messages.Shelved(turn=turn, step=step, manifest=manifest):
+                first = not self.kept
                 self.kept[step] = self._begun[step], manifest
-                return [messages.Kept(turn=turn)]
+                return [messages.Kept(turn=turn), *([messages.Safe(turn=turn)] if first else [])]
+            case messages.Note():
+                return []
             case messages.Recall(turn=turn, step=step):
                 path, manifest = self.kept[step]
                 return [messages.Recalled(turn=turn, path=str(path), manifest=manifest)]
@@ -101,14 +104,16 @@ def agent(tmp_path: Path) -> Iterator[AgentOnPaper]:
     agent.close()
 
 
-def copies_of(agent: Control, *, run_id: str = "run", rank: int = 1) -> Copies:
+def copies_of(
+    agent: Control, *, run_id: str = "run", rank: int = 1, every: int = 0, write: bool = True
+) -> Copies:
     class Spec:
         world_size = 4
 
     spec = Spec()
     spec.run_id, spec.rank = run_id, rank  # type: ignore[attr-defined]
     copies = Copies(agent, cast(Any, spec))
-    copies.on = copies.write = True
+    copies.begin(messages.Go(copies=True, copy=write, copy_every=every))
     return copies
 
 
@@ -322,8 +327,7 @@ def test_a_copy_that_was_stopped_is_none(agent: AgentOnPaper) -> None:
 
 
 def test_a_rank_whose_shard_is_elsewhere_asks_for_nothing(agent: AgentOnPaper) -> None:
-    copies = copies_of(agent)
-    copies.write = False
+    copies = copies_of(agent, write=False)
     assert keep(copies, state_of(), 1)
     assert agent.said == []
 
@@ -386,6 +390,131 @@ def test_a_recall_ends_with_its_generation(agent: AgentOnPaper) -> None:
         copies_of(agent).fetch(state_of(), 1, GENERATION)
 
 
+def test_a_copy_that_can_not_be_kept_ends_the_job(agent: AgentOnPaper) -> None:
+    agent.plays[messages.Shelved] = lambda m: [messages.Kept(turn=m.turn, refusal="it is broken")]
+    with pytest.raises(UserError, match="it is broken"):
+        keep(copies_of(agent), state_of(), 1)
+
+
+def test_a_spoiled_copy_is_taken_from_elsewhere(agent: AgentOnPaper) -> None:
+    copies, state = copies_of(agent), state_of()
+    update(state)
+    assert keep(copies, state, 1)
+    wanted, (path, manifest) = state.digests(), agent.kept[1]
+    whole = path.with_name("lent")
+    whole.write_bytes(path.read_bytes())
+    path.write_bytes(bytes(len(path.read_bytes())))
+
+    def lends(message: messages.Recall) -> Answers:
+        where = whole if message.spoiled else path
+        return [messages.Recalled(turn=message.turn, path=str(where), manifest=manifest)]
+
+    agent.plays[messages.Recall] = lends
+    other = state_of(Odd(seed=5))
+    recall(copies_of(agent), other, 1)
+    assert other.digests() == wanted
+    asked = [said.spoiled for said in agent.said if isinstance(said, messages.Recall)]
+    assert asked == [False, True]
+
+
+def test_where_all_copies_are_spoiled_each_is_tried_once(agent: AgentOnPaper) -> None:
+    copies, state = copies_of(agent), state_of()
+    assert keep(copies, state, 1)
+    path, manifest = agent.kept[1]
+    path.write_bytes(bytes(len(path.read_bytes())))
+    answers = [
+        messages.Recalled(turn=0, path=str(path), manifest=manifest),
+        messages.Recalled(turn=0, path=str(path), manifest=manifest),
+        messages.Recalled(turn=0, refusal="none is left"),
+    ]
+    agent.plays[messages.Recall] = lambda m: [msgspec.structs.replace(answers.pop(0), turn=m.turn)]
+    with pytest.raises(ReceiptError, match="is corrupt in bytes.*none is left"):
+        recall(copies_of(agent), state_of(), 1)
+    assert answers == []
+
+
+# ---------------------------------------------------------------- steps that don't wait
+
+
+class Ranks:
+    """One rank whose peers all do as it does. `asked`: the steps whose copies must stay, by each
+    copy."""
+
+    def __init__(self, agent: AgentOnPaper, every: int = 1) -> None:
+        self.agent, self.copies, self.state = (
+            agent,
+            copies_of(agent, every=every, rank=0),
+            state_of(),
+        )
+        self.step = 0
+
+    def run(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.step += 1
+            update(self.state)
+            assert keep(self.copies, self.state, self.step)
+            self.copies.agree(self.step, list(self.copies.says(self.step)))
+
+    def settle(self, *steps: int) -> None:
+        """The keeper has the copies of `steps`."""
+        said = [message for message in self.agent.said if isinstance(message, messages.Shelved)]
+        turns = {message.step: message.turn for message in said}
+        self.agent._inbox += [messages.Safe(turn=turns[step]) for step in steps]
+
+    @property
+    def asked(self) -> list[tuple[int, ...]]:
+        return [message.keep for message in self.agent.said if isinstance(message, messages.Shelve)]
+
+
+def test_what_is_not_safe_yet_stays(agent: AgentOnPaper) -> None:
+    """While one copy is written to, the one before is on its way, and another one is safe."""
+    ranks = Ranks(agent)
+    for step in range(1, 6):
+        ranks.run()
+        ranks.settle(step)
+    assert ranks.asked == [(), (1,), (1, 2), (2, 3), (3, 4)]
+    assert len({path for path, _ in agent.kept.values()}) >= 2
+    assert ranks.copies.oldest == 4
+
+
+def test_a_copy_for_which_there_is_no_room_is_not_made(agent: AgentOnPaper) -> None:
+    ranks = Ranks(agent)
+    ranks.run(5)
+    assert [s.step for s in agent.said if isinstance(s, messages.Shelved)] == [1, 2, 3]
+    notes = [said for said in agent.said if isinstance(said, messages.Note)]
+    assert [note.key for note in notes] == ["copy-skipped"]
+    assert ranks.copies.undo(ranks.state, 5) is None, "an update is undone otherwise then"
+    ranks.settle(1, 2, 3)
+    ranks.run(2)
+    assert ranks.asked[-1] == (3,), "agreed on in the fence of step 6"
+
+
+def test_a_step_waits_where_the_safe_copy_is_too_far_behind(agent: AgentOnPaper) -> None:
+    ranks = Ranks(agent)
+    ranks.run(5)
+    update(ranks.state)
+    agent.stop()  # whoever waits is told so
+    assert not keep(ranks.copies, ranks.state, 6)
+    ranks.settle(1, 2)
+    assert not keep(ranks.copies, ranks.state, 6), "the newest is waited for"
+    ranks.settle(3)
+    assert keep(ranks.copies, ranks.state, 6)
+
+
+def test_after_a_regroup_what_is_left_is_what_stays(agent: AgentOnPaper) -> None:
+    ranks = Ranks(agent)
+    ranks.run(3)
+    assert ranks.copies.oldest == 1
+    ranks.copies.resume((2,))
+    assert ranks.copies.oldest == 2
+    assert ranks.copies.undo(ranks.state, 3) is None
+    ranks.step = 2
+    ranks.settle(1)  # of the generation before
+    ranks.run()
+    assert ranks.asked[-1] == (2,)
+    assert ranks.copies.oldest == 2
+
+
 # ---------------------------------------------------------------- what is not to be believed
 
 
@@ -406,7 +535,10 @@ def test_a_flipped_bit_is_never_loaded(place: int | str, agent: AgentOnPaper) ->
     assert other.digests() == before
     undo = copies.undo(state, 1)
     assert undo is not None
-    with pytest.raises(SnapshotError):
+    with pytest.raises(CopyError, match="corrupt"):
+        undo.put_back()
+    path.unlink()
+    with pytest.raises(CopyError, match="No such file"):
         undo.put_back()
 
 

@@ -554,5 +554,5 @@ def test_a_section_that_changes_state_is_refused_where_copies_would_not_know() -
     rig = Rig()
     rig.worker.copies.on = True
     section = rig.sections.make(lambda: None, ranks=None, undo=True)
-    with pytest.raises(UserError, match="--copies sync"):
+    with pytest.raises(UserError, match="--copies"):
         section()

@@ -115,7 +115,8 @@ class _Agent:
             raise self._failure
 
     async def _find(self) -> tuple[str, int]:
-        """Where the coordinator is now."""
+        """Where the coordinator is now. Raises TransientError; a UserError, when that may not be
+        asked for, ends the agent by way of `_failed`."""
         assert self._settings.where is not None
         place = await self._settings.where()
         if place is None:

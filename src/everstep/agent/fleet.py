@@ -34,6 +34,7 @@ from everstep.types import Cause, Record
 from everstep.wire import nodes
 from everstep.wire.messages import FromWorker, Keepsake, ToWorker, WorkerSpec
 from everstep.wire.nodes import Shown
+from everstep.wire.plumbing import address_text
 
 Member = tuple[int, int]  # rank and incarnation
 Kept = tuple[tuple[int, Keepsake], ...]
@@ -81,6 +82,19 @@ class NodeHandle(Protocol):
 
     def peers(self, order: nodes.Peers) -> None:
         """Which other nodes there are."""
+        ...
+
+    @property
+    def listens(self) -> nodes.Listens | None:
+        """How others can try whether they reach it; None where they can't."""
+        ...
+
+    def probe(self, order: nodes.Probe) -> None:
+        """Try whether it reaches others."""
+        ...
+
+    def reclaim(self, order: nodes.Reclaim) -> None:
+        """Tell what you keep of ranks."""
         ...
 
     def copy_order(self, order: nodes.CopyOrder) -> None:
@@ -332,6 +346,36 @@ class Fleet:
                 nodes.Peers(addresses=addresses, guardian=-1 if guardian is None else guardian)
             )
 
+    def probe(self, order: actions.Probe) -> set[int]:
+        """Have nodes try whether they reach each other, as far as they can try. Returns which."""
+        listens = {number: node.listens for number, node in self._nodes.items()}
+        targets: dict[int, dict[int, nodes.Listens]] = {}
+        for asker, target in order.pairs:
+            own, other = listens.get(asker), listens.get(target)
+            if own is not None and other is not None and not _in_one_place(own, other):
+                targets.setdefault(asker, {})[target] = other
+        for number, of_node in targets.items():
+            self._nodes[number].probe(
+                nodes.Probe(targets=of_node, within_s=order.within_s, turn=order.turn)
+            )
+        return set(targets)
+
+    def _probed(self, number: int, answer: nodes.Probed) -> None:
+        node = self._nodes.get(number)
+        source = "" if node is None else node.peer_address[0]
+        closed = {
+            each.node: f"{source} -> {address_text(each.host, each.port)}: {each.why}"
+            for each in reversed(answer.closed)
+            if not each.own
+        }
+        self._shell.probed(number, answer.turn, closed)
+
+    def reclaim(self, order: actions.Reclaim) -> None:
+        """Ask nodes what they keep of ranks."""
+        for number in order.nodes:
+            if number in self._nodes:  # else it is lost, which the core is about to hear
+                self._nodes[number].reclaim(nodes.Reclaim(turn=order.turn, ranks=order.ranks))
+
     def keepers(self, generation: int, keepers: Mapping[int, int], steps: tuple[int, ...]) -> None:
         """Tell all nodes who keeps whose copies."""
         self._ferry.keepers(generation, keepers, steps)
@@ -398,6 +442,11 @@ class Fleet:
         self.record(Record(event="note", fields={"key": key, "text": text, "rank": None}))
 
 
+def _in_one_place(one: nodes.Listens, other: nodes.Listens) -> bool:
+    """Between them lies no network."""
+    return (one.network, one.door.host) == (other.network, other.door.host)
+
+
 class Berth:
     """One node's owner: it passes on what the node tells, with the node's number."""
 
@@ -428,6 +477,14 @@ class Berth:
     def shown(self, shown: Shown) -> None:
         """The stacks of all workers."""
         self._fleet._lookout.shown(self._number, shown)
+
+    def probed(self, answer: nodes.Probed) -> None:
+        """Which others it can't reach."""
+        self._fleet._probed(self._number, answer)
+
+    def reclaimed(self, answer: nodes.Reclaimed) -> None:
+        """What it keeps of ranks."""
+        self._fleet._shell.reclaimed(self._number, answer)
 
     def copy_news(self, news: nodes.CopyNews) -> None:
         """Something about copies."""

@@ -180,6 +180,7 @@ class Memoirs:
         peers: tuple[int, ...],
         kept: dict[int, tuple[tuple[int, FromWorker], ...]],
         copies: Iterable[tuple[int, int]],
+        listens: nodes.Listens | None = None,
     ) -> nodes.Report:
         """All of it. The other arguments are as nodes.Report has them."""
         return nodes.Report(
@@ -207,6 +208,7 @@ class Memoirs:
             kept=kept,
             unwritten=tuple(each for rank in sorted(self._unwritten) for each in self._said(rank)),
             copies=tuple(copies),
+            listens=listens,
         )
 
     def _said(self, rank: int) -> Iterable[nodes.Said]:

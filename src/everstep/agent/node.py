@@ -285,6 +285,19 @@ class Node:
     def peers(self, order: nodes.Peers) -> None:
         """A node in the coordinator's process has no peers."""
 
+    @property
+    def listens(self) -> nodes.Listens | None:
+        """Nobody tries to reach it."""
+        return None
+
+    def probe(self, order: nodes.Probe) -> None:
+        """Nor does it try others."""
+        raise AssertionError(f"{order} to the job's only node")
+
+    def reclaim(self, order: nodes.Reclaim) -> None:
+        """Nor does it keep what the coordinator doesn't."""
+        raise AssertionError(f"{order} to the job's only node")
+
     def written(self, step: int) -> None:
         """Nothing is kept here of what was said: whom it is told to is in this process."""
 

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-import msgspec
-
 from everstep.wire import nodes
 from everstep.wire.plumbing import address_text
 
@@ -106,7 +104,6 @@ class Preflight:
         self._call_later = call_later
         self._there: dict[int, Station] = {}  # admitted
         self._held: dict[int, Station] = {}
-        self._tried: set[int] = set()  # those that had a round
         self._round: _Round | None = None
         self._timer: Cancellable | None = None
         self._closed = False
@@ -172,15 +169,13 @@ class Preflight:
         asked = {a for a, _ in pairs}
         self._round = _Round(not self._begun, frozenset(self._held), pairs, asked)
         for number in sorted(asked):
-            targets = {b: self._listens(everybody[b]) for a, b in sorted(pairs) if a == number}
+            targets = {
+                b: listens
+                for a, b in sorted(pairs)
+                if a == number and (listens := everybody[b].listens) is not None
+            }
             self._gatekeeper.probe(number, nodes.Probe(targets=targets, within_s=self._within_s))
         self._timer = self._call_later(self._within_s + _ANSWER_S, self._out_of_time)
-
-    def _listens(self, station: Station) -> nodes.Listens:
-        assert station.listens is not None  # else it is in no pair
-        if station.number in self._tried:
-            return msgspec.structs.replace(station.listens, any_port=0)
-        return station.listens
 
     def _out_of_time(self) -> None:
         if self._round is not None:
@@ -194,7 +189,6 @@ class Preflight:
         self._round = None
         if self._timer is not None:
             self._timer.cancel()
-        self._tried |= {number for pair in done.pairs for number in pair}
         complaints = self._complaints(done)
         if done.first and complaints:
             self._refuse_job(in_words(list(complaints.values())))

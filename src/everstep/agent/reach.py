@@ -1,12 +1,13 @@
-"""A node's part in the preflight: it lets others try whether they reach it, and tries them.
+"""Whether nodes reach each other: a node lets others try whether they reach it, and tries them.
 
 Theory of operation. Two listeners stand for all. The bulk plane's lies in the range of ports that
 is everstep's own; who tries it shows that it has the job's key, and hears that it is this node's
 that answers, and not another's at the same address. gloo and nccl can't be told a range: they take
-ports that the system chooses; so the second listener does as they do, until a little after the
-first tries, which all nodes make at the same time. What connects there is let go again at once.
+ports that the system chooses; so the second listener does as they do. What connects there is let go
+again at once.
 
-It does not know which nodes must reach each other (agent/preflight.py). Loop thread only, but for
+It does not know which nodes must reach each other, before a job begins (agent/preflight.py) or when
+a regroup has failed (core/severed.py). Loop thread only, but for
 the tries themselves, each on a thread; none lasts longer than it was given.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -28,6 +30,10 @@ from everstep.wire.bulk import Caller, Refused, greet
 from everstep.wire.ports import ANY, chosen_by_the_system, listen
 
 _BACKLOG: Final = 64
+_ITS_OWN: Final = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
+)
+"""What says that one could not try, and nothing about the other."""
 
 
 class Reach:
@@ -39,7 +45,6 @@ class Reach:
         self._caller = shipping.caller
         self._tell = tell
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._socket = listen(shipping.door.host, ANY, _BACKLOG)
         self._socket.setblocking(False)
@@ -55,8 +60,6 @@ class Reach:
         """Try what is ordered, and tell. Nothing after `close`."""
         if self._closed:
             return
-        if self._timer is None:
-            self._timer = self._loop.call_later(2 * order.within_s, self._listen_no_longer)
         task = self._loop.create_task(self._answer(order))
         self._tasks.add(task)
         task.add_done_callback(self._answered)
@@ -66,11 +69,6 @@ class Reach:
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-        self._listen_no_longer()
-
-    def _listen_no_longer(self) -> None:
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
@@ -94,10 +92,9 @@ async def probe(order: nodes.Probe, caller: Caller) -> nodes.Probed:
         (node, listens, chosen)
         for node, listens in order.targets.items()
         for chosen in (False, True)
-        if listens.any_port or not chosen
     ]
     if not tries:
-        return nodes.Probed(closed=())
+        return nodes.Probed(closed=(), turn=order.turn)
     loop = asyncio.get_running_loop()
     threads = ThreadPoolExecutor(len(tries), thread_name_prefix="everstep-probe")
     try:
@@ -106,14 +103,15 @@ async def probe(order: nodes.Probe, caller: Caller) -> nodes.Probed:
         )
     finally:
         threads.shutdown(wait=False)  # each ends by its own deadline
-    return nodes.Probed(closed=tuple(closed for closed in found if closed is not None))
+    closed = tuple(each for each in found if each is not None)
+    return nodes.Probed(closed=closed, turn=order.turn)
 
 
 def _try(
     node: int, listens: nodes.Listens, chosen: bool, caller: Caller, within_s: float
 ) -> nodes.Closed | None:
     """What is wrong with one listener, if anything is. Blocks."""
-    door = listens.door
+    door, cause = listens.door, None
     port = listens.any_port if chosen else door.port
     try:
         if chosen:
@@ -123,12 +121,13 @@ def _try(
     except Refused:
         why = "another agent of the job answers there"
     except EverstepError as error:
-        why = str(error)
+        why, cause = str(error), error.__cause__
     except OSError as error:
-        why = f"no connection ({error.strerror or error})"
+        why, cause = f"no connection ({error.strerror or error})", error
     else:
         return None
-    return nodes.Closed(node=node, host=door.host, port=port, chosen=chosen, why=why)
+    own = isinstance(cause, OSError) and cause.errno in _ITS_OWN
+    return nodes.Closed(node=node, host=door.host, port=port, chosen=chosen, why=why, own=own)
 
 
 def _network() -> str:

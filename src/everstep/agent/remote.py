@@ -36,6 +36,7 @@ class RemoteNode:
     """A node at the other end of a connection. Implements `fleet.NodeHandle`.
 
     `who`: what it registered as. `exit_code()`: of the job, once it is over. `joined`: it can fork.
+    `listens`: how others can try whether they reach it; None where they can't.
     `gone`: set when it has ended all its workers, or nothing more can be heard of it.
     """
 
@@ -52,6 +53,7 @@ class RemoteNode:
         self.who = who
         self.berth = berth
         self.joined = False
+        self.listens: nodes.Listens | None = None if who.report is None else who.report.listens
         self.gone = asyncio.Event()
         self._send = send
         self._hang_up = hang_up
@@ -74,6 +76,14 @@ class RemoteNode:
 
     def peers(self, order: nodes.Peers) -> None:
         """Which other nodes there are."""
+        self._send(order)
+
+    def probe(self, order: nodes.Probe) -> None:
+        """Try whether it reaches others."""
+        self._send(order)
+
+    def reclaim(self, order: nodes.Reclaim) -> None:
+        """Tell what you keep of ranks."""
         self._send(order)
 
     def kill(self, rank: int, incarnation: int, why: str) -> None:
@@ -209,7 +219,7 @@ class Registry:
             self._hub.drop(peer, "it has not registered")
         elif isinstance(message, nodes.Joined):
             self._join(peer, node, message)
-        elif isinstance(message, nodes.Probed):
+        elif isinstance(message, nodes.Probed) and message.turn == 0:
             self._preflight.probed(node.number, message)
         elif isinstance(message, nodes.Failed):
             self._failed(peer, node, message)
@@ -313,7 +323,7 @@ class Registry:
             self._refuse(peer, node.who, why)
             self._lost(peer, why)
         elif not node.joined:
-            node.joined = True
+            node.joined, node.listens = True, joined.listens
             self._preflight.joined(
                 Station(
                     number=node.number,
@@ -434,5 +444,9 @@ def _tell(berth: Berth, message: nodes.FromNode) -> None:
             berth.shown(message)
         case nodes.Note(key=key, text=text):
             berth.note(key, text)
+        case nodes.Probed():
+            berth.probed(message)
+        case nodes.Reclaimed():
+            berth.reclaimed(message)
         case _ if isinstance(message, nodes.CopyNews):
             berth.copy_news(message)

@@ -149,6 +149,7 @@ class Tenure:
             peers=self.peering.listed,
             kept=self.peering.report(),
             copies=self._node.copies_held(),
+            listens=None if self._reach is None else self._reach.listens,
         )
 
     def end(self, ending: Ending) -> None:
@@ -234,6 +235,10 @@ class Tenure:
             case nodes.Peers():
                 if self.peering is not None:
                     self.peering.began(message)
+            case nodes.Reclaim(turn=turn, ranks=ranks):
+                kept = {} if self.peering is None else self.peering.report()
+                of_ranks = {rank: kept[rank] for rank in ranks if rank in kept}
+                self._send(nodes.Reclaimed(turn=turn, kept=of_ranks))
             case nodes.Written(step=step):
                 self._memoirs.written(step)
             case nodes.Probe():

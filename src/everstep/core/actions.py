@@ -59,12 +59,22 @@ class Dismiss(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reclaim(Action):
-    """To the agents of `nodes`: tell what you keep of `ranks`, whose node is gone. Each answers with
-    `Reclaimed(turn)`, and what it told has been taken before that is an event."""
+    """To the agents of `nodes`: tell what you keep of `ranks`, whose node is gone. Each answers;
+    `Reclaimed` is told when the answer has been taken in."""
 
     turn: int
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe(Action):
+    """Have nodes try whether they reach others, for `within_s` at most. `pairs`: who tries whom.
+    Each that tries answers with `Probed`; it may be lost before."""
+
+    turn: int
+    pairs: tuple[tuple[int, int], ...]
+    within_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from everstep.core.nodes import Layout
 from everstep.core.overview import Overview, overview
 from everstep.core.reconvene import begin, on_back, on_said
 from everstep.core.settle import settle
+from everstep.core.severed import look_at_time, on_probed, on_regroup_failed
 from everstep.core.silence import on_inspected, on_silent
 from everstep.core.trust import TWICE, dissent
 from everstep.core.words import name_ranks, name_signal, verb
@@ -60,7 +61,12 @@ class Coordinator:
         job = self._job
         if job.phase is Phase.ENDED:
             return None
-        deadlines = (job.deadline_s, job.node_deadline_s, job.membership.next_deadline_s)
+        deadlines = (
+            job.deadline_s,
+            job.node_deadline_s,
+            job.membership.next_deadline_s,
+            job.reach.next_deadline_s,
+        )
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     @property
@@ -121,6 +127,8 @@ class Coordinator:
                 on_lost(job, event)
             case ev.Reclaimed(node=node, turn=turn):
                 job.reclaims.answered(node, turn)
+            case ev.Probed():
+                on_probed(job, event)
             case ev.Tick():
                 self._look_at_deadlines()
             case ev.CopySpoiled(rank=rank, step=step, node=node):
@@ -228,7 +236,10 @@ class Coordinator:
         stopping = job.phase is Phase.STOPPING and not member.joining
         if stopping and event.cause.kind is CauseKind.PEER:
             return  # its group was aborted by the stop, or broke by what led to it
+        regroups = job.phase is Phase.REGROUPING
         job.fail(member, event.step, event.cause)
+        if regroups and event.cause.kind is CauseKind.PEER and event.cause.fault is None:
+            on_regroup_failed(job, [member.rank])
         hopeless = member.joining or event.cause.kind is CauseKind.WORKER
         if hopeless and not member.doomed and job.phase is not Phase.ENDED:
             job.doom(member, f"it cannot go on: {event.cause.text}")
@@ -325,6 +336,7 @@ class Coordinator:
 
     def _look_at_deadlines(self) -> None:
         job = self._job
+        look_at_time(job)
         if job.deadline_s is not None and job.deadline_s <= job.now_s:
             if job.phase is Phase.GATHERING:
                 end_late_gathering(job)
@@ -358,6 +370,7 @@ class Coordinator:
             f"{job.policy.regroup_timeout_s:g} s in generation {job.generation}"
         )
         job.fail(late[0], job.step_of(late[0]), Cause(kind=CauseKind.TIMEOUT, text=text))
+        on_regroup_failed(job, [member.rank for member in late])
 
     def _on_late(self, member: Member) -> None:
         job = self._job

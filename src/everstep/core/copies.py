@@ -147,12 +147,17 @@ class CopyTable:
         known = self._steps.get(step)
         return [] if known is None else sorted(known.nodes.get(rank, ()))
 
-    def by_shard(self, shards: Mapping[int, str]) -> dict[str, set[int]]:
+    def by_shard(
+        self, shards: Mapping[int, str], without: Collection[int] = ()
+    ) -> dict[str, set[int]]:
         """By shard, the steps of which all its ranks have copies; shards without any are left out.
-        `shards`: by rank, its shard's key. O(ranks), where there are copies."""
+        `shards`: by rank, its shard's key. `without`: nodes whose copies don't count. O(ranks),
+        where there are copies."""
         found: dict[str, set[int]] = {}
+        gone = set(without)
         for step, known in self._steps.items():
-            lacking = {shard for rank, shard in shards.items() if rank not in known.nodes}
+            there = {rank for rank, nodes in known.nodes.items() if not nodes <= gone}
+            lacking = {shard for rank, shard in shards.items() if rank not in there}
             for shard in set(shards.values()) - lacking:
                 found.setdefault(shard, set()).add(step)
         return found

@@ -53,6 +53,16 @@ class Reclaimed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probed(Event):
+    """The answer of `node` to `Probe(turn)`. `closed`: the nodes that it could not reach, and how
+    it tried ("10.0.0.2 -> 10.0.0.3:29403: no connection (timed out)")."""
+
+    node: int
+    turn: int
+    closed: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEvent(Event):
     """Something a worker said, or was seen to do."""
 

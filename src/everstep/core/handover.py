@@ -50,7 +50,7 @@ def on_lost(job: Job, event: ev.NodeLost) -> None:
     if node is not None and node.slot is not None and job.phase is Phase.RECONVENING:
         on_holder_lost(job, node, event.cause)
     elif node is not None:
-        _lose(job, node, event.cause)
+        lose(job, node, event.cause)
 
 
 def give_up(job: Job, member: Member, why: str) -> bool:
@@ -58,16 +58,18 @@ def give_up(job: Job, member: Member, why: str) -> bool:
     node = job.nodes.holder(member.rank)
     if node is None or not job.nodes.spares:
         return False
-    _lose(job, node, Cause(kind=CauseKind.NODE, text=why))
+    lose(job, node, Cause(kind=CauseKind.NODE, text=why))
     return True
 
 
-def _lose(job: Job, node: Node, cause: Cause) -> None:
+def lose(job: Job, node: Node, cause: Cause) -> None:
+    """`node` is gone, or is given up, with all its ranks."""
     ranks = () if node.slot is None else job.nodes.layout.ranks_of(node.slot)
     held = f", and {name_ranks(ranks)} with it" if ranks else ""
     text = f"{node} was lost{held}: {cause.text}"
     losses = job.nodes.lose(node, job.now_s)
     job.copies.lose(node.number)
+    job.reach.lost(node.number)
     job.out.node_lost(node, ranks, text)
     if losses == job.policy.max_node_failures:
         said = f"host {node.host} has lost {losses} nodes within {job.policy.incident_window_s:g} s"

@@ -33,6 +33,7 @@ from everstep.core.membership import Member, Membership, Status
 from everstep.core.nodes import Layout, Nodes
 from everstep.core.outbox import Outbox
 from everstep.core.placement import Placement, Site, place, replace
+from everstep.core.reach import Reach
 from everstep.core.reclaim import Reclaims
 from everstep.core.rejoined import Rejoined
 from everstep.core.words import name_ranks, verb
@@ -82,6 +83,7 @@ class Job:
         # of its own, what they did there counts.
         self.found_in: int | None = None
         self.reclaims = Reclaims()  # what is to be had of ranks whose node is lost
+        self.reach = Reach()  # whether the nodes reach each other, where that is in doubt
         self.node_deadline_s: float | None = None  # by when a node must come for an empty slot
         self.budget = Budget(policy)
         self.repeats = Repeats()
@@ -264,6 +266,8 @@ class Job:
         self.deadline_s = self.now_s + self.policy.setup_timeout_s
         self.commits, self.resumed_at = Commits(self.world_size), (0, 0)
         self.copies = CopyTable()
+        self.reclaims.clear()
+        self.reach.clear()
         self.protected, self.first_of = {}, {}
         self.plan = None
         everybody = verb(range(self.world_size), "starts", "start")

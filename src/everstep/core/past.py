@@ -115,5 +115,7 @@ def _take_node(past: Past, record: Mapping[str, Any]) -> None:
         case "node_lost" if record["ranks"]:
             lost = Holder(node=record["node"], host=record["host"], lost=True)
             past.holders[record["slot"]] = lost
+            if past.open_incident is not None:
+                past.open_incident.replaced = True
         case "node_replaced":
             past.holders[record["slot"]] = Holder(node=record["node"], host=record["host"])

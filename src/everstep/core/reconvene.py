@@ -34,6 +34,7 @@ def begin(job: Job, event: ev.Resumed) -> None:
     job.phase = Phase.RECONVENING
     job.deadline_s = job.now_s + job.policy.rejoin_timeout_s
     job.membership.number_from(event.term * TERM_STRIDE)
+    job.reach.number_from(event.term * TERM_STRIDE)
     job.budget.incidents, job.recorded = event.incidents, event.recorded
     for rank in range(job.world_size):
         job.commits.made(rank, (event.recorded, 0))

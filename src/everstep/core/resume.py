@@ -174,9 +174,10 @@ def _know_shards(job: Job) -> str:
 def _recover(job: Job, rejoined: Rejoined) -> None:
     """Something is wrong: stop those that live, and go on like after any failure."""
     _take_stands(job, rejoined)
-    lost = [_take_loss(job, rejoined, slot) for slot in job.nodes.empty()]
+    losses = [_take_loss(job, rejoined, slot) for slot in job.nodes.empty()]
     away = _away(rejoined)
-    _record(job, rejoined, "; ".join([*(failure.cause.text for _, failure in lost), away.text]))
+    _record(job, rejoined, "; ".join([*(loss.text for _, loss in losses), away.text]))
+    lost = _tell_losses(job, rejoined, losses)
     missing = _know_shards(job) if job.commits.newest[0] > 0 else ""
     if missing and (job.protected or rejoined.members):
         _end_ignorant(job, missing, away)
@@ -184,15 +185,25 @@ def _recover(job: Job, rejoined: Rejoined) -> None:
     for member in _untold(job, rejoined):
         job.membership.leave(member, None)  # it asks again after the regroup
     job.membership.advance()
-    _tell_failures(job, rejoined, [failure for known, failure in lost if not known], away)
+    _tell_failures(job, rejoined, lost, away)
     if job.phase is Phase.ENDED:
         return
     assert job.incident is not None
-    job.incident.replaced |= bool(lost)
+    job.incident.replaced |= bool(losses)
     job.incident.respawned |= bool(rejoined.ended)
-    for member in job.membership.members():
-        if member.joining and not member.doomed:
-            job.doom(member, "the coordinator for which it was to join is gone")
+    if job.phase is Phase.STOPPING:
+        _replace_beginners(job, rejoined)
+
+
+def _replace_beginners(job: Job, rejoined: Rejoined) -> None:
+    """Those that have not come into the world yet where the others stand: they were to join it, or
+    set up another one."""
+    assert job.incident is not None
+    for rank, known in rejoined.members.items():
+        member = job.membership.holder(rank)
+        behind = not known.settled and known.position[0] == 0
+        if member is not None and not member.doomed and (known.joining or behind):
+            job.doom(member, "the coordinator for which it set itself up is gone")
             job.incident.respawned = True
 
 
@@ -211,9 +222,8 @@ def _away(rejoined: Rejoined) -> Cause:
     return Cause(kind=CauseKind.COORDINATOR, text=text)
 
 
-def _take_loss(job: Job, rejoined: Rejoined, slot: int) -> tuple[bool, Failure]:
-    """The node of `slot` has not come back, or is gone again. Returns whether that is known to the
-    journal, and the failure."""
+def _take_loss(job: Job, rejoined: Rejoined, slot: int) -> tuple[Node, Cause]:
+    """The node of `slot` has not come back, or is gone again: which it was, and how it was lost."""
     ranks = job.nodes.layout.ranks_of(slot)
     job.reclaims.lost(ranks)
     before, cause = rejoined.told.holders.get(slot), rejoined.lost.get(slot)
@@ -228,11 +238,22 @@ def _take_loss(job: Job, rejoined: Rejoined, slot: int) -> tuple[bool, Failure]:
         )
     who = str(node) if node.number >= 0 else f"the node of slot {slot}"
     text = f"{who} was lost, and {name_ranks(ranks)} with it: {cause.text}"
-    known = before is not None and before.lost and slot not in rejoined.lost
-    if not known:
-        job.out.node_lost(node, ranks, text)
-    cause = replace(cause, kind=CauseKind.NODE, text=text)
-    return known, Failure(rank=ranks[0], incarnation=0, cause=cause)
+    return node, replace(cause, kind=CauseKind.NODE, text=text)
+
+
+def _tell_losses(job: Job, rejoined: Rejoined, losses: list[tuple[Node, Cause]]) -> list[Failure]:
+    """Write down which nodes are lost. Returns their failures, without those that the open incident
+    has already."""
+    news = []
+    for node, cause in losses:
+        assert node.slot is not None
+        before = rejoined.told.holders.get(node.slot)
+        told = job.incident is not None and before is not None and before.lost
+        if not told or node.slot in rejoined.lost:
+            ranks = job.nodes.layout.ranks_of(node.slot)
+            job.out.node_lost(node, ranks, cause.text)
+            news.append(Failure(rank=ranks[0], incarnation=0, cause=cause))
+    return news
 
 
 def _tell_failures(job: Job, rejoined: Rejoined, lost: list[Failure], away: Cause) -> None:

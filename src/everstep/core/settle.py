@@ -19,6 +19,7 @@ from everstep.core.ladder import Incident, is_of_script
 from everstep.core.membership import Status
 from everstep.core.restore import Lost, choose, name_position, plan
 from everstep.core.resume import settle_reconvening
+from everstep.core.severed import sever
 from everstep.core.words import name_ranks, verb
 from everstep.types import Cause, CauseKind, Plan, Position
 
@@ -136,11 +137,14 @@ def _settle_stop(job: Job) -> None:
         _lose(job)
     elif job.chosen[0] == 0:
         _fall_back(job, "no living rank holds a committed step", range(job.world_size))
+    elif sever(job):
+        if job.phase is Phase.STOPPING:
+            _settle_stop(job)  # without the nodes that were given up
     else:
         _replace_ahead(job, job.chosen)
         _place_joiners(job, job.chosen[0])
         await_node(job)
-        if table.all_are(Status.PARKED):
+        if table.all_are(Status.PARKED) and not job.reach.waits:
             _regroup(job)
 
 
@@ -249,6 +253,7 @@ def _regroup(job: Job) -> None:
     job.regroup_seen = False
     job.chosen = job.chosen_from = job.told_step = job.found_in = None
     job.reclaims.clear()
+    job.reach.clear()
     job.commits.cut(chosen.position)
     job.copies.regroup(chosen.step)
     job.resumed_at = chosen.position

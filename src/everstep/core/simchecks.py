@@ -42,6 +42,8 @@ def check_record(sim: Simulation, line: dict[str, Any]) -> None:
             sim.open_incident, sim.replaces = 0, False
         case "node_lost":
             sim.replaces |= bool(line["ranks"])
+        case "coordinator_resumed" if not sim.open_incident:
+            sim.replaces = False  # the last one had seen a loss, and died before it did anything
         case "node_awaited":
             sim.awaited_s = line["t"]
 
@@ -79,6 +81,7 @@ def check_end(sim: Simulation, end: End) -> None:
 
 def _ends_by_nodes(sim: Simulation, text: str) -> bool:
     """Whether the job ended for want of a node; then there was none."""
+    text = text.split("First cause")[0]
     if "not joined within" in text:
         few = len(sim.nodes.usable_nodes) < sim.schedule.nnodes
         sim.check(few, f"there were enough nodes: {text}")
@@ -87,6 +90,12 @@ def _ends_by_nodes(sim: Simulation, text: str) -> bool:
         until_s = None if sim.awaited_s is None else sim.awaited_s + sim.policy.spare_wait_s
         waited = until_s is not None and sim.now_s >= until_s - _ROUNDED_S
         sim.check(waited, f"no node was waited for: {text}")
+    elif "do not reach each other" in text:
+        until_s = None if sim.awaited_s is None else sim.awaited_s + sim.policy.spare_wait_s
+        waited = sim.policy.spare_wait_s == 0 or (
+            until_s is not None and sim.now_s >= until_s - _ROUNDED_S
+        )
+        sim.check(waited, f"it was not waited until the way opened: {text}")
     elif "could not be ended" in text:
         stuck = any(worker.stuck for worker in sim.workers.values())
         sim.check(stuck and not sim.nodes.spares, f"its node could have been given up: {text}")

@@ -19,6 +19,7 @@ What it doesn't know: why a spare was chosen.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _AGES = 1000  # of usual delays, after which a slow node comes back
 _LATE = 50
+_CLOSED = 0.4  # how often a try meets a pair that is closed
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +55,8 @@ class SimNode:
     """One agent and its workers. `up`: it can be reached. `mute`: now that it can't be, nothing
     that it says arrives. `fallen`: it is no more; `retired`: its agent is another node now. `link`:
     its newest connection. `heard_s`: when the newest of what concerns the node arrives there;
-    `kept_s`: likewise at its guardian, of what it deposits."""
+    `kept_s`: likewise at its guardian, of what it deposits; `unkept`: of which ranks that went
+    astray, and who waits for it."""
 
     number: int
     host: str
@@ -67,6 +70,7 @@ class SimNode:
     link: SimLink | None = None
     heard_s: float = 0.0
     kept_s: float = 0.0
+    unkept: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
     workers: list[SimWorker] = field(default_factory=list)
 
     @property
@@ -86,6 +90,7 @@ class SimNodes:
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self._all: dict[int, SimNode] = {}
+        self._ways = random.Random(sim.schedule.seed)  # of its own: a try changes nothing else
 
     @property
     def layout(self) -> Layout | None:
@@ -124,18 +129,32 @@ class SimNodes:
 
     def _connect(self, node: SimNode, seat: Seat) -> None:
         """An agent turns to a coordinator and says who it is, and all that it knows."""
-        if not node.lives or not seat.alive or (node.link is not None and node.link.seat is seat):
+        followed = -1 if node.link is None else node.link.seat.term
+        if not node.lives or not seat.alive or seat.term <= followed:
             return
         if node.link is not None:
             self._hang_up(node, node.link)
         link = node.link = SimLink(seat)
-        node.up, node.mute = True, False
+        if not node.up:
+            self._heal(node)
         report = node.agent.report(node.number, node.host, node.domain)
         kept, sim = node.agent.kept.copy(), self._sim
         node.heard_s = max(node.heard_s, sim.now_s + sim.delay_s())
         for worker in node.workers:
             worker.said_s = max(worker.said_s, node.heard_s)
         sim.at(node.heard_s, lambda: self._arrives(node, link, report, kept))
+
+    def _heal(self, node: SimNode) -> None:
+        """It can be reached again; what could not be kept is deposited once more."""
+        node.up, node.mute = True, False
+        for other in self._all.values():
+            if node in (other, self._guardian(other)):
+                unkept, other.unkept = other.unkept, []
+                for rank, then in unkept:
+                    self._deposit(other, rank, then)
+
+    def _guardian(self, node: SimNode) -> SimNode | None:
+        return self._all.get(-1 if node.agent.guardian is None else node.agent.guardian)
 
     def _arrives(self, node: SimNode, link: SimLink, report: ev.NodeBack, kept: Capsules) -> None:
         seat, sim = link.seat, self._sim
@@ -324,15 +343,14 @@ class SimNodes:
     def launched(self, seat: Seat, node: SimNode, worker: SimWorker, order: do.Spawn) -> None:
         """The order reaches the node, if it does."""
         link = node.link
+        worker.alive = False  # until the order arrives
         if link is None or link.seat is not seat or not link.open or not node.up:
-            worker.alive = False
             return
         known, slot = seat.capsules.part(order.rank), order.rank // self._sim.schedule.node_size
 
         def arrive() -> None:
-            if not link.open or not node.up or not node.lives:
-                worker.alive = False
-            elif worker.alive:
+            if link.open and node.up and node.lives:
+                worker.alive = True
                 node.agent.launched(order, slot, known)
                 self._sim.after(order.delay_s, worker.born)
 
@@ -372,6 +390,32 @@ class SimNodes:
             if node.link is not None and node.link.seat is seat:
                 sim = self._sim
                 sim.after(sim.delay_s(), partial(self._tell_kept, node, node.link, order))
+
+    def probe(self, seat: Seat, order: do.Probe) -> None:
+        """Nodes try whether they reach others. Now and then two don't."""
+        closed: tuple[int, ...] = ()
+        if order.pairs and self._ways.random() < _CLOSED:
+            closed = self._ways.choice(order.pairs)
+        for number in sorted({asker for asker, _ in order.pairs}):
+            seat.spend()
+            node = self._all[number]
+            if node.link is not None and node.link.seat is seat:
+                targets = closed[1:] if number in closed[:1] else ()
+                tell = partial(self._tell_reach, node, node.link, order.turn, targets)
+                self._sim.after(self._sim.delay_s(), tell)
+
+    def _tell_reach(self, node: SimNode, link: SimLink, turn: int, closed: tuple[int, ...]) -> None:
+        if not link.open or not node.up or not node.lives:
+            return
+        sim = self._sim
+        found = dict.fromkeys(closed, "no connection (timed out)")
+        answer = ev.Probed(node=node.number, turn=turn, closed=found)
+
+        def arrive() -> None:
+            if link.open and link.seat.alive and node.heard:
+                sim.handle(link.seat, answer)
+
+        sim.after(sim.delay_s(), arrive)
 
     def _tell_kept(self, node: SimNode, link: SimLink, order: do.Reclaim) -> None:
         if not link.open or not node.up or not node.lives:
@@ -428,7 +472,7 @@ class SimNodes:
             self._deposit(node, worker.rank, worker.expect(then))
 
     def _deposit(self, node: SimNode, rank: int, then: Callable[[], None]) -> None:
-        guardian = self._all.get(-1 if node.agent.guardian is None else node.agent.guardian)
+        guardian = self._guardian(node)
         kept, said = node.agent.kept.part(rank), node.agent.protected.get(rank)
         if guardian is None:
             return
@@ -437,6 +481,8 @@ class SimNodes:
             if node.up and node.lives and guardian.up and guardian.lives:
                 guardian.agent.deposit(rank, node.number, kept, said)
                 then()
+            else:
+                node.unkept.append((rank, then))
 
         node.kept_s = max(self._sim.now_s + self._sim.delay_s(), node.kept_s)
         self._sim.at(node.kept_s, arrive)

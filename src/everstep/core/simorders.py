@@ -39,13 +39,13 @@ class SimOrders:
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self.ahead = 0
-        self._newest_regroup = self._newest_start = -1
+        self._newest_regroup = -1
         self._acts_in: dict[int, int] = {}  # by generation, the term of who acted last in it
 
     def carry_out(self, seat: Seat, action: do.Action) -> None:
         """Do one thing for a coordinator. Raises GoneError when it dies at it."""
         sim = self._sim
-        if not isinstance(action, do.End | do.SendPeers | do.Reclaim):
+        if not isinstance(action, do.End | do.SendPeers | do.Reclaim | do.Probe):
             seat.spend()
         match action:
             case do.Record(record=record):
@@ -63,6 +63,8 @@ class SimOrders:
                 sim.nodes.dismissed(seat, action)
             case do.Reclaim():
                 sim.nodes.reclaim(seat, action)
+            case do.Probe():
+                sim.nodes.probe(seat, action)
             case do.SendPeers():
                 sim.nodes.tell_peers(seat, action)
             case do.SendStop():
@@ -90,9 +92,6 @@ class SimOrders:
         sim.check((rank, order.incarnation) not in sim.tenures, "reused")
         sim.terms.check_number(seat, order.incarnation)
         self._act_in(seat, order.generation)
-        if not order.joiner and order.generation > self._newest_start:
-            self._newest_start = order.generation
-            sim.scripts.start_again()
         home = sim.nodes.spawned(seat, order)
         worker = SimWorker(sim, order, home)
         sim.workers[rank] = sim.tenures[worker.identity] = worker
@@ -111,7 +110,7 @@ class SimOrders:
             if worker.alive and worker.in_reach and stands and not worker.stuck:
                 worker.die(by_us=True)
 
-        self._sim.after(self._sim.delay_s(), strike)
+        self._sim.at(max(self._sim.now_s + self._sim.delay_s(), worker.heard_s), strike)
 
     def _stop(self, seat: Seat, action: do.SendStop) -> None:
         generation = action.generation

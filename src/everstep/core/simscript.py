@@ -114,6 +114,7 @@ class Scripts:
         self._schedule = schedule
         self._check = check
         self._seen = Commits(schedule.world_size)
+        self._begun = -1
         self._here: dict[tuple[int, int], Position] = {}  # by incarnation
         self._own: dict[tuple[int, Position], int] = {}
 
@@ -123,9 +124,11 @@ class Scripts:
         it."""
         return self._seen.least
 
-    def start_again(self) -> None:
-        """All scripts begin from their first line."""
-        self._seen = Commits(self._schedule.world_size)
+    def begin(self, generation: int) -> None:
+        """All scripts have begun from their first line, in this world."""
+        if generation > self._begun:
+            self._begun = generation
+            self._seen = Commits(self._schedule.world_size)
 
     def sees(self, rank: int, incarnation: int, position: Position, result: Result) -> None:
         """The call of the step or section that leads to `position` returns `result`."""

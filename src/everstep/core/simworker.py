@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from everstep.core.simnodes import SimNode
     from everstep.core.simulate import Simulation
 
+_COLLECTIVE_S = 30.0  # after which one that hangs fails
 _DIGESTS = {"w": "7" * 16}
 
 
@@ -150,6 +151,7 @@ class SimWorker:
         if self.joiner:
             self.later(self._wait, sticky=True)
         else:
+            self.sim.scripts.begin(self.generation)
             self.go_on()
 
     def _wait(self) -> None:
@@ -192,9 +194,15 @@ class SimWorker:
             return
         chance = self.sim.random.random()
         if chance < 0.4:
-            self._epoch += 1  # it hangs
+            self._epoch += 1  # it hangs, until its collective times out
+            epoch = self._epoch
+            self.sim.after(_COLLECTIVE_S, lambda: self._time_out(epoch))
         elif chance < 0.7:
             self.later(lambda: self.fail(CauseKind.PEER, "connection reset"))
+
+    def _time_out(self, epoch: int) -> None:
+        if self.alive and not self.hung and epoch == self._epoch:
+            self.fail(CauseKind.PEER, "timed out")
 
     # ------------------------------------------------------------------ stop and regroup
 

@@ -132,6 +132,7 @@ class Coordinating:
         self._wait_s = wait_s
         self._run_dir = run_directory(settings)
         self._host = ""
+        self._stood_by: set[str] = set()  # for what, in words
         self._fleet: Fleet | None = None
         self._asked: list[int] = []  # by which signals, before there was a fleet to be told
         # What ends this coordinator, if it is neither the job nor the lease.
@@ -201,7 +202,16 @@ class Coordinating:
         lease = make_lease(
             settings.coordinator_lease, settings.run_id, self._run_dir, settings.lease_s
         )
-        return await lease.acquire(self._wait_s, known_term=known)
+        return await lease.acquire(self._wait_s, known_term=known, on_waiting=self._stand_by)
+
+    def _stand_by(self, why: str) -> None:
+        """Say, once, why the lease can't be had yet. The journal is the holder's: only the view is
+        told."""
+        if why not in self._stood_by:
+            self._stood_by.add(why)
+            text = f"this coordinator stands by: {why}"
+            note = {"event": "note", "key": f"stands-by-{len(self._stood_by)}", "text": text}
+            self._view.record({"t": time.monotonic(), **note, "rank": None})
 
     async def _unless_cut(self, acquiring: Coroutine[Any, Any, Tenancy]) -> Tenancy | None:
         task = asyncio.ensure_future(acquiring)

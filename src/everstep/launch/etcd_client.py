@@ -1,14 +1,15 @@
 """The few calls of etcd that a lease needs, over its JSON gateway.
 
-Theory of operation. Each call is one POST on a connection of its own, in HTTP 1.0, where the end of
-the connection is the end of the answer, also of those that etcd streams. A call is rare (a few in a
-lease), so nothing is gained by keeping connections, and none outlives a change of the network. An
-endpoint that fails or is too slow gives way to the next, and is the last to be asked from then on.
-A call that failed may have been carried out; callers must be able to bear that.
+Theory of operation. Each attempt has a session of aiohttp, and each POST a connection: calls are
+rare (a few in a lease), so nothing is gained by keeping them, none outlives a change of the
+network, and a client has nothing to close. A member that fails or is too slow gives way to the
+next, and is the last to be asked from then on; nothing else is tried again. A call that failed may
+have been carried out; callers must be able to bear that.
 
 In etcd's JSON bytes are base64 and 64-bit numbers are strings; zero and empty are left out.
 
-It does not know what is kept in etcd, or for how long.
+It does not know what is kept in etcd, or for how long. aiohttp comes with the extra `etcd`: who has
+no etcd does not import this.
 
 Source: https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/
 """
@@ -24,7 +25,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
+import aiohttp
 import msgspec
+from aiohttp import ClientSession, ClientTimeout, TCPConnector
+from yarl import URL
 
 from everstep.errors import TransientError, UserError
 
@@ -36,9 +40,7 @@ _FORM: Final = (
 )
 # gRPC's codes
 _UNKNOWN: Final = 2
-_CALLERS_FAULT: Final = frozenset(
-    {3, 7, 12, 16}
-)  # invalid, not permitted, no such call, not let in
+_CALLERS_FAULT: Final = frozenset({3, 7, 12, 16})  # invalid, not permitted, no such call, no user
 _TOKEN_IS_OLD: Final = frozenset({3, 16})  # 3: users or roles have been changed since
 
 T = TypeVar("T")
@@ -128,17 +130,17 @@ class _Error(msgspec.Struct):
 class _Refused(TransientError):
     """etcd has answered, with an error."""
 
-    def __init__(self, where: str, call: str, error: _Error) -> None:
-        if isinstance(error.error, str):
-            self.code, said = error.code, error.error
-        else:
-            self.code, said = error.error.grpc_code, error.error.message
-        super().__init__(f"{where}: etcd refuses {call} ({said})")
+    def __init__(self, call: str, failed: _Error) -> None:
+        error = failed.error
+        said, self.code = (
+            (error, failed.code) if isinstance(error, str) else (error.message, error.grpc_code)
+        )
+        super().__init__(f"etcd refuses {call} ({said})")
 
 
 class EtcdClient:
-    """Asks the members at `address`. One attempt with one of them takes `attempt_s` at most, a call
-    as often as there are members. Loop thread only.
+    """Asks the members at `address`. One attempt with one of them takes `attempt_s` at most, half
+    of which to connect; a call takes as many as there are members. Loop thread only.
 
     All calls raise TransientError when no member answers as it should, UserError when they refuse
     whoever asks. Raises UserError if a file of TLS can't be read.
@@ -147,8 +149,11 @@ class EtcdClient:
     def __init__(self, address: EtcdAddress, attempt_s: float) -> None:
         self._address = address
         self._attempt_s = attempt_s
-        self._endpoints = deque(address.endpoints)
-        self._tls = _tls_context(address) if address.tls else None
+        scheme = "https" if address.tls else "http"
+        self._members = deque(
+            URL.build(scheme=scheme, host=host, port=port) for host, port in address.endpoints
+        )
+        self._tls = _tls_context(address) if address.tls else True
         self._token = ""
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
@@ -188,90 +193,78 @@ class EtcdClient:
 
     async def _ask(self, call: str, question: Mapping[str, Any], answer: type[T]) -> T:
         failures = []
-        for _ in range(len(self._endpoints)):
-            endpoint = self._endpoints[0]
+        for _ in range(len(self._members)):
+            member = self._members[0]
             try:
-                async with asyncio.timeout(self._attempt_s):
-                    return await self._ask_member(endpoint, call, question, answer)
+                async with asyncio.timeout(self._attempt_s), self._session(member) as session:
+                    return await self._ask_member(session, call, question, answer)
             except TimeoutError:
-                where = _name(endpoint)
-                failures.append(f"{where}: no answer within {self._attempt_s:g} s")
-            except _Refused as refused:
-                if refused.code in _CALLERS_FAULT:
-                    raise UserError(
-                        f"{refused}; look at user, password-file and cert in coordinator_lease"
-                    ) from refused
-                failures.append(str(refused))
+                failures.append(f"{member.authority}: no answer within {self._attempt_s:g} s")
             except TransientError as error:
-                failures.append(str(error))
-            if self._endpoints[0] == endpoint:  # no other call has put it last meanwhile
-                self._endpoints.rotate(-1)
+                failures.append(f"{member.authority}: {error}")
+                if isinstance(error, _Refused) and error.code in _CALLERS_FAULT:
+                    raise UserError(
+                        f"{failures[-1]}; look at user, password-file and cert in coordinator_lease"
+                    ) from error
+            if self._members[0] == member:  # no other call has put it last meanwhile
+                self._members.rotate(-1)
         raise TransientError(f"etcd can't be asked ({'; '.join(failures)})")
 
+    def _session(self, member: URL) -> ClientSession:
+        return ClientSession(
+            member,
+            connector=TCPConnector(ssl=self._tls, force_close=True),
+            timeout=ClientTimeout(total=self._attempt_s, connect=self._attempt_s / 2),
+        )
+
     async def _ask_member(
-        self, endpoint: tuple[str, int], call: str, question: Mapping[str, Any], answer: type[T]
+        self, session: ClientSession, call: str, question: Mapping[str, Any], answer: type[T]
     ) -> T:
         """Ask one member, as the user that we are; a token that it doesn't take is made anew."""
         if self._address.user and self._token:
             try:
-                return await self._say(endpoint, call, question, answer, self._token)
+                return await _say(session, call, question, answer, self._token)
             except _Refused as refused:
                 if refused.code not in _TOKEN_IS_OLD:
                     raise
         if self._address.user:
             password = _read(self._address.password_file, "password").strip()
             who = {"name": self._address.user, "password": password}
-            self._token = (await self._say(endpoint, "auth/authenticate", who, _Token, "")).token
-        return await self._say(endpoint, call, question, answer, self._token)
+            self._token = (await _say(session, "auth/authenticate", who, _Token)).token
+        return await _say(session, call, question, answer, self._token)
 
-    async def _say(
-        self,
-        endpoint: tuple[str, int],
-        call: str,
-        question: Mapping[str, Any],
-        answer: type[T],
-        token: str,
-    ) -> T:
-        where = _name(endpoint)
-        try:
-            status, body = await self._post(endpoint, call, msgspec.json.encode(question), token)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise TransientError(f"{where}: {error.strerror or error}") from error
-        try:
-            if status == 200 and not body.startswith(b'{"error"'):
-                return msgspec.json.decode(body, type=answer, strict=False)
-            failed = msgspec.json.decode(body, type=_Error, strict=False)
-        except msgspec.MsgspecError as error:
-            raise TransientError(
-                f"{where}: HTTP {status} and no answer of etcd's gateway to /v3/{call}; is it etcd "
-                "3.4 or newer, with its gRPC gateway on?"
-            ) from error
-        raise _Refused(where, call, failed)
 
-    async def _post(
-        self, endpoint: tuple[str, int], call: str, body: bytes, token: str
-    ) -> tuple[int, bytes]:
-        """The status and body of the answer; 0 where there is none. Raises OSError."""
-        host, port = endpoint
-        head = [f"POST /v3/{call} HTTP/1.0", f"Host: {_name(endpoint)}"]
-        head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        if token:
-            head.append(f"Authorization: {token}")
-        reader, writer = await asyncio.open_connection(host, port, ssl=self._tls)
-        try:
-            writer.write("\r\n".join([*head, "", ""]).encode() + body)
-            try:
-                answer = await reader.readexactly(_MAX_ANSWER_BYTES)
-            except asyncio.IncompleteReadError as end:
-                answer = end.partial
-        finally:
-            writer.transport.abort()  # nothing is under way, and a dead network must not hold us
-        line, _, rest = answer.partition(b"\r\n")
-        words = line.split()
-        status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
-        return status, rest.partition(b"\r\n\r\n")[2]
+async def _say(
+    session: ClientSession, call: str, question: Mapping[str, Any], answer: type[T], token: str = ""
+) -> T:
+    headers = {"Content-Type": "application/json"} | ({"Authorization": token} if token else {})
+    body = msgspec.json.encode(question)
+    status = 0
+    try:
+        # What is asked may hold a password: it goes nowhere else.
+        asking = session.post(f"/v3/{call}", data=body, headers=headers, allow_redirects=False)
+        async with asking as response:
+            status, body = response.status, await _capped(response.content)
+        if status == 200 and not body.startswith(b'{"error"'):
+            return msgspec.json.decode(body, type=answer, strict=False)
+        failed = msgspec.json.decode(body, type=_Error, strict=False)
+    except aiohttp.ClientOSError as error:
+        raise TransientError(error.strerror or str(error)) from error
+    except aiohttp.ConnectionTimeoutError as error:
+        raise TransientError(f"no connection within {session.timeout.connect:g} s") from error
+    except (aiohttp.ClientError, msgspec.MsgspecError) as error:
+        raise TransientError(
+            f"HTTP {status} and no answer of etcd's gateway to /v3/{call}; is it etcd 3.4 or "
+            "newer, with its gRPC gateway on?"
+        ) from error
+    raise _Refused(call, failed)
+
+
+async def _capped(content: aiohttp.StreamReader) -> bytes:
+    try:
+        return await content.readexactly(_MAX_ANSWER_BYTES)
+    except asyncio.IncompleteReadError as end:
+        return end.partial
 
 
 def parse_address(text: str) -> EtcdAddress:
@@ -308,19 +301,14 @@ def parse_address(text: str) -> EtcdAddress:
 
 def _endpoint(where: str, text: str) -> tuple[str, int]:
     try:
-        parts = urlsplit(f"//{where}")
-        host, port = parts.hostname or "", parts.port
+        url = URL(f"http://{where}")
+        host, port = url.host or "", url.explicit_port
         host.encode("idna")  # as the resolver will
     except ValueError:
         host, port = "", None
     if not host:
         raise UserError(f"coordinator_lease: {where!r} in {text!r} is no HOST:PORT")
     return host, _PORT if port is None else port
-
-
-def _name(endpoint: tuple[str, int]) -> str:
-    host, port = endpoint
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _tls_context(address: EtcdAddress) -> ssl.SSLContext:

@@ -26,11 +26,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from everstep.errors import EverstepError, TransientError, UserError
+
+if TYPE_CHECKING:
+    from everstep.launch.etcd import EtcdLease
 
 LOCK_FILE: Final = "coordinator.lock"
 TERM_FILE: Final = "coordinator.json"
@@ -121,22 +124,25 @@ def make_lease(text: str, run_id: str, run_dir: Path, lease_s: float) -> Lease:
     """The lease that `text` names, as `settings.coordinator_lease` has it: empty for one in the
     run's directory, which must exist, or an address of etcd. `lease_s`: as in the settings.
 
-    Raises UserError for a text that names none.
+    Raises UserError for a text that names none, or if what asks etcd is not installed.
     """
-    if not text:
-        return InPlace(run_dir)
-    from everstep.launch.etcd import EtcdLease  # what a job in one place has no use for
-
-    return EtcdLease.at(text, run_id, lease_s)
+    return _etcd_lease(text, run_id, lease_s) if text else InPlace(run_dir)
 
 
 def make_finder(text: str, run_id: str, lease_s: float) -> Finder | None:
     """What finds the coordinator of a job whose lease is `text`; None where it stays in its place,
-    which the agents are given. Raises UserError for a text that names none."""
-    if not text:
-        return None
-    from everstep.launch.etcd import EtcdLease
+    which the agents are given. Raises UserError as `make_lease` does."""
+    return _etcd_lease(text, run_id, lease_s) if text else None
 
+
+def _etcd_lease(text: str, run_id: str, lease_s: float) -> EtcdLease:
+    try:
+        from everstep.launch.etcd import EtcdLease  # what a job in one place has no use for
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"coordinator_lease is {text!r}, and what asks etcd is not installed on host "
+            f"{socket.gethostname()} ({error}): pip install everstep[etcd]"
+        ) from error
     return EtcdLease.at(text, run_id, lease_s)
 
 

@@ -1,41 +1,18 @@
-"""A job that is started on this machine: on one node in this process, or on nodes of their own.
-
-Theory of operation: sweep what dead jobs left in shared memory, make the run's directory, run the
-node and the coordinator on one event loop until the job is over, and leave nothing behind. A job on
-nodes has neither of them in this process: see supervisor.py. SIGINT, SIGTERM and SIGHUP ask the job
-to end, and a second one does not wait for it.
-"""
+"""A job that is started on this machine, whichever way: on one node in this process (alone.py), or
+on nodes that are processes of their own (supervisor.py), here or elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-from everstep.agent.fleet import Fleet
 from everstep.agent.leftovers import sweep
-from everstep.agent.node import Ground, Node, failures_go_to, new_mark
-from everstep.agent.workers import free_port
 from everstep.agent.zygote import ZygotePlan
-from everstep.core.actions import End
-from everstep.core.coordinator import Coordinator
-from everstep.errors import EverstepError
-from everstep.launch.job import (
-    LOOPBACK,
-    JobResult,
-    ending_by_signals,
-    hash_seed,
-    node_settings,
-    policy,
-    run_directory,
-    started_fields,
-)
-from everstep.observe.rundir import RunDirectory
+from everstep.launch.job import JobResult
 from everstep.observe.view import View
 from everstep.settings import RunSettings
-from everstep.types import Record
 
 
 def run_job(settings: RunSettings, view: View, *, plan: ZygotePlan | None = None) -> JobResult:
@@ -51,90 +28,12 @@ def run_job(settings: RunSettings, view: View, *, plan: ZygotePlan | None = None
 async def _run(
     settings: RunSettings, view: View, plan: ZygotePlan, environ: Mapping[str, str]
 ) -> JobResult:
-    sweep(Path(settings.shm_dir))
+    sweep(Path(settings.shm_dir))  # what dead jobs left
+    # Each way imports what the other has no use for.
     if settings.on_nodes:
-        from everstep.launch.supervisor import Supervisor  # of no use to a job on one node
+        from everstep.launch.supervisor import Supervisor
 
         return await Supervisor(settings, view, plan, environ).run()
-    run_dir = run_directory(settings)
-    directory = RunDirectory(run_dir, run_id=settings.run_id, recorded=settings.record)
-    try:
-        end = await _run_alone(settings, view, plan, environ, directory)
-    finally:
-        directory.close()
-    return JobResult(
-        exit_code=end.exit_code, run_dir=run_dir, journal=directory.journal.path, text=end.text
-    )
+    from everstep.launch.alone import run_alone
 
-
-async def _run_alone(
-    settings: RunSettings,
-    view: View,
-    plan: ZygotePlan,
-    environ: Mapping[str, str],
-    directory: RunDirectory,
-) -> End:
-    """The job's one node, and its coordinator, are in this process."""
-    master_port = settings.master_port or free_port()
-    fleet = Fleet(
-        settings=settings,
-        core=Coordinator(settings.world_size, policy(settings)),
-        directory=directory,
-        view=view,
-        master=(LOOPBACK, master_port),
-    )
-    failures_go_to(fleet.failed)
-    with ending_by_signals(fleet.stop_asked):
-        view.record(directory.journal.header)
-        async with _node(settings, fleet, plan, environ, directory.logs, master_port):
-            try:
-                return await fleet.ended
-            except EverstepError as error:
-                fields = {"exit_code": error.exit_code, "text": str(error), "cause": None}
-                fleet.record(Record(event="job_ended", fields=fields))
-                raise
-
-
-@asynccontextmanager
-async def _node(
-    settings: RunSettings,
-    fleet: Fleet,
-    plan: ZygotePlan,
-    environ: Mapping[str, str],
-    logs: Path,
-    master_port: int,
-) -> AsyncIterator[None]:
-    """While it is entered, the job has its node; it begins when that can fork."""
-    ground = Ground(
-        environ=environ,
-        shm_dir=Path(settings.shm_dir),
-        shm_name=settings.run_id,
-        logs=logs,
-        zygote_log=logs / "zygote.log",
-        host=LOOPBACK,
-        mark=new_mark(),
-    )
-    seed = hash_seed(environ, settings.run_id)
-    node = Node(node_settings(settings, seed, plan), ground, fleet.berth(0))
-    fleet.add(0, node)
-    opening = asyncio.create_task(_open(settings, fleet, node, seed, master_port))
-    try:
-        yield
-    finally:
-        opening.cancel()
-        await asyncio.gather(opening, return_exceptions=True)
-        await fleet.close()
-
-
-async def _open(
-    settings: RunSettings, fleet: Fleet, node: Node, seed: str, master_port: int
-) -> None:
-    """Begin the job as soon as its one node can fork; what prevents it ends the job."""
-    try:
-        ready = await node.open(range(settings.world_size))
-    except Exception as error:  # noqa: BLE001 - whoever waits for the job's end raises it
-        fleet.failed(error)
-        return
-    fields = started_fields(settings, ready.torch, seed, master_port)
-    fleet.record(Record(event="job_started", fields=fields))
-    fleet.start()
+    return await run_alone(settings, view, plan, environ)

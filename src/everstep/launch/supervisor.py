@@ -78,7 +78,7 @@ class Supervisor:
         self._broken: asyncio.Future[BaseException] = self._loop.create_future()
         self._timers: list[asyncio.TimerHandle] = []
         self._over: asyncio.Future[Ended] = self._loop.create_future()  # says another coordinator
-        self._listens = False
+        self._in_charge = False  # agents have come to the coordinator that is ours
         self._nodes_by_pid: dict[int, int] = {}
         self._joined: set[int] = set()
 
@@ -149,7 +149,7 @@ class Supervisor:
             preload=self._plan.preload,
             resume=resume,
         )
-        self._listens = False
+        self._in_charge = False
         process.send(begin)
         for number in self._asked:
             process.send(Stop(signal=number))
@@ -222,9 +222,8 @@ class Supervisor:
 
     def _note(self, record: dict[str, Any]) -> None:
         match record.get("event"):
-            case "listening":
-                self._listens = True
             case "node_registered":
+                self._in_charge = True
                 self._nodes_by_pid[record["pid"]] = record["node"]
             case "node_joined":
                 self._joined.add(record["node"])
@@ -245,7 +244,7 @@ class Supervisor:
 
     def _agent_ended(self, pid: int, code: int, last_words: str) -> None:
         """An agent of ours has ended by itself."""
-        if self._settings.coordinator_lease and not self._listens:
+        if self._settings.coordinator_lease and not self._in_charge:
             if self._agents is not None and not self._agents.alive and not self._over.done():
                 exit_code = code if code >= 0 else 128 - code
                 self._over.set_result(Ended(exit_code=exit_code, text=last_words if code else ""))

@@ -53,7 +53,8 @@ from everstep.wire.secret import Secret
 
 T = TypeVar("T")
 Find = Callable[[], Awaitable[tuple[str, int]]]
-"""Says where the coordinator is now; raises TransientError when nobody knows."""
+"""Says where the coordinator is now; raises TransientError when nobody knows. Any other exception
+ends the link, and goes to the loop's handler."""
 _FIRST_RETRY_S: Final = 0.05
 _NEVER_MS: Final = 3_600_000
 _ENDINGS: Final = {
@@ -109,6 +110,7 @@ class Link(Generic[T]):
         self._closed = False
         self._connection: _Connection[T] | None = None
         self._task = self.loop.create_task(self._stay_connected())
+        self._task.add_done_callback(self._on_over)
 
     def send(self, message: msgspec.Struct) -> bool:
         """Queue a message; never blocks. False: there is no connection, as `on_lost` has told or is
@@ -146,6 +148,10 @@ class Link(Generic[T]):
             self._connection = None
         self._task.cancel()
         self.context.term()
+
+    def _on_over(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.result()  # goes to the loop's handler
 
     async def _stay_connected(self) -> None:
         waiting_for = ""

@@ -42,9 +42,9 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Listens(msgspec.Struct, frozen=True, kw_only=True):
     """How others can try whether they reach a node. `door`: its bulk plane and what to show there.
-    `network`: the same for all who share a loopback device. `any_port`: where it listens, until it
-    has been tried, at a port that the system has chosen, as communicators do; 0: no longer.
-    `any_ports`: the first and last that the system chooses from."""
+    `network`: the same for all who share a loopback device. `any_port`: where it listens at a port
+    that the system has chosen, as communicators do. `any_ports`: the first and last that the system
+    chooses from."""
 
     door: Offer
     network: str
@@ -53,13 +53,15 @@ class Listens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True):
-    """A listener that can't be reached. `chosen`: its port was chosen by the system."""
+    """A listener that can't be reached. `chosen`: its port was chosen by the system. `own`: who
+    tries lacks something for it, so that this says nothing of the other."""
 
     node: int
     host: str
     port: int
     chosen: bool
     why: str
+    own: bool = False
 
 
 # ---------------------------------------------------------------- coordinator -> agent
@@ -126,10 +128,12 @@ class Inspect(Message):
 
 
 class Probe(Message):
-    """Try within `within_s` whether these nodes can be reached, and say so: `Probed`."""
+    """Try within `within_s` whether these nodes can be reached, and say so: `Probed`. `turn`: 0 for
+    the preflight."""
 
     targets: dict[int, Listens]
     within_s: float
+    turn: int = 0
 
 
 class Written(Message):
@@ -145,6 +149,13 @@ class Peers(Message):
 
     addresses: dict[int, tuple[str, int]]
     guardian: int
+
+
+class Reclaim(Message):
+    """Tell what you keep of `ranks`, whose node is gone: `Reclaimed`."""
+
+    turn: int
+    ranks: tuple[int, ...]
 
 
 class Finish(Message):
@@ -236,6 +247,7 @@ ToNode = (
     | Probe
     | Written
     | Peers
+    | Reclaim
     | Finish
     | Cut
     | CopyOrder
@@ -284,7 +296,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     its own ranks and of those whose guardian it is, by rank, in the order in which it was said:
     (incarnation, message). `unwritten`: commits of which it doesn't know that they were written,
     with all that ranks said since that must be. `copies`: (rank, step) of the copies in its
-    memory."""
+    memory. `listens`: as it was when it joined."""
 
     term: int
     node: int
@@ -295,6 +307,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     kept: dict[int, tuple[tuple[int, FromWorker], ...]]
     unwritten: tuple[Said, ...]
     copies: tuple[tuple[int, int], ...]
+    listens: Listens | None = None
 
 
 class Register(Message):
@@ -324,9 +337,10 @@ class Joined(Message):
 
 
 class Probed(Message):
-    """The answer to `Probe`. `closed`: what could not be reached."""
+    """The answer to `Probe` of this `turn`. `closed`: what could not be reached."""
 
     closed: tuple[Closed, ...]
+    turn: int = 0
 
 
 class Output(Message):
@@ -365,6 +379,13 @@ class Note(Message):
 
     key: str
     text: str
+
+
+class Reclaimed(Message):
+    """The answer to `Reclaim` of this `turn`. `kept`: as Report has it."""
+
+    turn: int
+    kept: dict[int, tuple[tuple[int, FromWorker], ...]]
 
 
 class Offered(Message):
@@ -449,6 +470,7 @@ FromNode = (
     | Looked
     | Shown
     | Note
+    | Reclaimed
     | CopyNews
     | Failed
     | Leaving

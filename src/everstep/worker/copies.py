@@ -122,6 +122,8 @@ class Copies:
                 turn = self._copy(state, step, generation, kept, gradients=gradients)
                 self._turns[turn] = step
                 schedule.made(step)
+                if not kept:  # there is none to go back to yet
+                    self._wait(schedule, turn, generation)
             elif schedule.skipped == 1 and self._spec.rank == 0:  # all know the same
                 self._control.send(messages.Note(key="copy-skipped", text=_SKIPPED))
         except Stopped:
@@ -146,8 +148,11 @@ class Copies:
                 schedule.settled(self._turns.pop(safe.turn))
         awaited = schedule.must_wait(step)
         for turn in [turn for turn, older in self._turns.items() if older == awaited]:
-            self._control.answer(messages.Safe, turn, _PATIENCE_S, generation)
-            schedule.settled(self._turns.pop(turn))
+            self._wait(schedule, turn, generation)
+
+    def _wait(self, schedule: Schedule, turn: int, generation: int) -> None:
+        self._control.answer(messages.Safe, turn, _PATIENCE_S, generation)
+        schedule.settled(self._turns.pop(turn))
 
     def _copy(
         self, state: State, step: int, generation: int, kept: tuple[int, ...], *, gradients: bool

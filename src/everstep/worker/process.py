@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from everstep.errors import EverstepError, UserError
+from everstep.errors import EverstepError, StateLost, UserError
 from everstep.types import Cause, CauseKind
 from everstep.wire import messages
 from everstep.worker.communicators import QuiesceTimeout
@@ -75,7 +75,7 @@ def _guarded(worker: Worker) -> int:
         if _run is not None:
             _run._finish()
         return 0
-    except UserError as error:
+    except (UserError, StateLost) as error:
         worker.control.send(messages.Refuse(text=_located(error), exit_code=error.exit_code))
         traceback.print_exc()
         return error.exit_code
@@ -91,7 +91,7 @@ def _guarded(worker: Worker) -> int:
         return error.exit_code if isinstance(error, EverstepError) else 1
 
 
-def _located(error: UserError) -> str:
+def _located(error: EverstepError) -> str:
     """The error's text with the line of the script that led to it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -32,7 +32,7 @@ from everstep.worker.streams import Device
 from everstep.worker.tape import Tape
 from everstep.worker.wrappers import Wrappers
 
-_KEPT_TIMEOUT_S = 600.0  # a coordinator that is gone ends the process sooner
+_KEPT_TIMEOUT_S = 600.0  # the agent waits much shorter for a node that it can't reach
 
 
 class Drawn:
@@ -171,7 +171,7 @@ class Worker:
             rng.restore(streams)
 
     def hand_over(self, step: int, payload: bytes, section: str = "") -> None:
-        """Send a capsule. On several nodes, wait until it is with the coordinator, or the
+        """Send a capsule. On several nodes, wait until it is with another one, or the
         generation has been stopped: what is only on this node can be lost with it."""
         several = self.spec.local_world_size < self.spec.world_size
         turn = self.control.next_turn() if several else 0

@@ -8,7 +8,8 @@ of its copies that is where it belongs. Of a step of which all have made one, a 
 the least of what they say is *safe* with all. Common copies from the safe one on must stay; all
 others may be written over. There are `AREAS` areas: one is written to, one is on its way, and one
 is safe. When there is no room, since copies move slower than steps, the step is not copied, on any
-rank: all know the same. When the safe one is too far behind, the step waits.
+rank: all know the same. When the safe one is too far behind, the step waits; so does the first that
+is copied, since there is none to go back to.
 
 Pure; knows nothing of what is in a copy, nor of how it moves.
 """

@@ -247,7 +247,7 @@ class Section:
         if self._asked and worker.copies.on:
             raise UserError(
                 f"the section {self._name} changes protected state, of which the copies in memory "
-                "(--copies sync) would know nothing; do it in the step function, after the update"
+                "(--copies) would know nothing; do it in the step function, after the update"
             )
         attempt = _Attempt(
             worker, state, gradients=self._sections.recovery.gradients, undo=self._undo

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from everstep.data.loader import Batch
-from everstep.errors import UserError
+from everstep.errors import StateLost, UserError
 from everstep.types import Decision
 from everstep.wire import messages
 from everstep.worker import codec
@@ -329,6 +329,13 @@ class Step:
             worker.wrappers.check_laid_out(capsule.used)
             self._take(capsule)
             log = capsule.log
+        elif worker.joining:
+            raise StateLost(
+                f"what belongs to rank {worker.spec.rank} alone (its streams, local objects, ...) "
+                f"after step {outcome.step} is lost: it was kept on its own node, on one other and "
+                "by the coordinator, and these were lost together. A durable checkpoint would have "
+                "kept it"
+            )
         worker.log = {}
         record = None
         if worker.spec.record:
