@@ -39,9 +39,9 @@ demo: $(READY) ## Kill a rank in mid-backward, raise in another, and prove the r
 		$(ARGS) examples/gpt.py
 
 # The tests come last and in one pytest: its count line is the last line printed.
-test: lint ## Everything: lint, then all tests; the last line is pytest's count
+test: lint ## Everything: lint, then all tests, two at once; the last line is pytest's count
 	@echo "== tests"
-	@$(BIN)/python -m pytest --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest --durations=10 -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(READY) ## Tests for the inner loop, under 3 minutes: all that is not marked slow
 	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)

@@ -428,7 +428,7 @@ def test_where_all_copies_are_spoiled_each_is_tried_once(agent: AgentOnPaper) ->
         messages.Recalled(turn=0, refusal="none is left"),
     ]
     agent.plays[messages.Recall] = lambda m: [msgspec.structs.replace(answers.pop(0), turn=m.turn)]
-    with pytest.raises(ReceiptError, match="is corrupt in bytes.*none is left"):
+    with pytest.raises(ReceiptError, match=r"is corrupt in bytes.*none is left"):
         recall(copies_of(agent), state_of(), 1)
     assert answers == []
 

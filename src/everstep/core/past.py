@@ -25,8 +25,8 @@ from everstep.types import CauseKind, StateFrom
 class Past:
     """`term`: of the newest coordinator, -1 if there was none. `started`, `listening`, `ended`: the
     records of these words, if they are there. `recorded`: the newest step; `incidents`: how many
-    were opened, `open_incident`, `holders`: as events.Resumed has them. `hosts`: by node. `fired`:
-    numbers of the faults on purpose that have."""
+    were opened, `open_incident`, `holders`: as events.Resumed has them. `loss`: a node with ranks was
+    lost, and no incident has been opened since. `hosts`: by node. `fired`: numbers of the faults on purpose that have."""
 
     term: int = -1
     started: Mapping[str, Any] | None = None
@@ -35,6 +35,7 @@ class Past:
     recorded: int = 0
     incidents: int = 0
     open_incident: Incident | None = None
+    loss: bool = False
     hosts: dict[int, str] = field(default_factory=dict)
     holders: dict[int, Holder] = field(default_factory=dict)
     fired: set[int] = field(default_factory=set)
@@ -58,6 +59,7 @@ def recall(records: Iterable[Mapping[str, Any]]) -> Past:
         match record.get("event"):
             case "coordinator_started" | "coordinator_resumed":
                 past.term = max(past.term, record["term"])
+                past.loss = False
             case "job_started":
                 past.started = record
             case "listening":
@@ -87,6 +89,7 @@ def _take_failure(past: Past, record: Mapping[str, Any]) -> None:
         number = record["incident"]
         past.incidents = max(past.incidents, number)
         past.open_incident = Incident(number=number, rank=rank, step=step, cause=cause)
+        past.open_incident.replaced, past.loss = past.loss, False
     if past.open_incident is not None:
         past.open_incident.blame(rank, step, cause)
         past.open_incident.replaced |= cause.kind is CauseKind.NODE
@@ -115,6 +118,7 @@ def _take_node(past: Past, record: Mapping[str, Any]) -> None:
         case "node_lost" if record["ranks"]:
             lost = Holder(node=record["node"], host=record["host"], lost=True)
             past.holders[record["slot"]] = lost
+            past.loss = True
             if past.open_incident is not None:
                 past.open_incident.replaced = True
         case "node_replaced":

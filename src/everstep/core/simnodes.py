@@ -447,8 +447,9 @@ class SimNodes:
             if node.fallen and not node.retired:
                 node.retired = True
                 self._come(sim.schedule.node_size, node.host)
-            elif node.lives and node.link is link and seat.alive:
-                self._displace(node)  # it turns to the same coordinator again
+            elif node.lives and node.link is link and link is not None and link.seat is seat:
+                if seat.alive:
+                    self._displace(node)  # it turns to the same coordinator again
             elif node.lives:
                 self._connect(node, self._seat)
 

@@ -130,6 +130,13 @@ class Copies:
             return False
         return True
 
+    def closing(self) -> None:
+        """The loop is over: say how many steps were not copied, if any."""
+        skipped = 0 if self._schedule is None else self._schedule.skipped
+        if skipped and self._spec.rank == 0:  # all know the same
+            text = f"{skipped} steps were not copied, since copies move slower than steps are made"
+            self._control.send(messages.Note(key="copies-skipped", text=text))
+
     def says(self, step: int) -> tuple[int, ...]:
         """What this rank says of its copies in the fence of `step`."""
         return () if self._schedule is None else self._schedule.says(step)

@@ -301,6 +301,7 @@ class Run:
                     pass
             self._step.recover_between()
         worker.closed = True
+        worker.copies.closing()
         worker.phase(Phase.BETWEEN)
 
     def _finish(self) -> None:
