@@ -22,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import datetime
 import functools
+import itertools
 import multiprocessing
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -154,10 +155,13 @@ class Routes:
         self.peers: dict[int, int] = {}  # by rank
         self.hub: Hub[nodes.FromNode] | None = None
 
-    def send(self, rank: int, incarnation: int, message: messages.ToWorker) -> None:
+    def send_all(self, members: Iterable[tuple[int, int]], message: messages.ToWorker) -> None:
         assert self.hub is not None
-        told = nodes.Tell(rank=rank, incarnation=incarnation, message=message)
-        self.hub.send(self.peers[rank], told)
+        by_peer: dict[int, list[tuple[int, int]]] = {}
+        for member in members:
+            by_peer.setdefault(self.peers[member[0]], []).append(member)
+        for peer, there in by_peer.items():
+            self.hub.send(peer, nodes.Tell(to=tuple(there), message=message))
 
     def took(self, shell: CoordinatorShell, peer: int, message: nodes.FromNode) -> None:
         if isinstance(message, nodes.Said):
@@ -212,7 +216,8 @@ def be_agent(
 
         def from_coordinator(message: nodes.ToNode) -> None:
             if isinstance(message, nodes.Tell):
-                channels[message.rank].send(message.message)
+                for rank, _ in message.to:
+                    channels[rank].send(message.message)
 
         def joined() -> None:
             for rank, sock in socks.items():
@@ -321,21 +326,20 @@ class Counts:
 
 
 class Counter:
-    """Effects of the shell that only count. All answers are one message but for the rank in front,
+    """Effects of the shell that only count. All answers are one message but for the ranks in front,
     so one is encoded."""
 
     def __init__(self) -> None:
         self.messages = 0
         self.bytes = 0
-        self._answer_bytes = 0
 
-    def send(self, rank: int, incarnation: int, message: messages.ToWorker) -> None:
-        if not self.messages:
-            self._answer_bytes = len(msgspec.msgpack.encode(message))
-        told = nodes.Tell(rank=rank, incarnation=incarnation, message=messages.Bye())
-        self.messages += 1
-        self.bytes += size_of(told) - len(msgspec.msgpack.encode(messages.Bye()))
-        self.bytes += self._answer_bytes
+    def send_all(self, members: Iterable[tuple[int, int]], message: messages.ToWorker) -> None:
+        answer_bytes = len(msgspec.msgpack.encode(message))
+        bye = messages.Bye()
+        for _, there in itertools.groupby(members, lambda member: member[0] // RANKS_PER_NODE):
+            self.messages += 1
+            self.bytes += size_of(nodes.Tell(to=tuple(there), message=bye)) + answer_bytes
+            self.bytes -= len(msgspec.msgpack.encode(bye))
 
 
 def size_of(message: msgspec.Struct) -> int:

@@ -273,37 +273,6 @@ def verify(manifest: Manifest, area: memoryview) -> None:
     check_header(area, layout)
 
 
-def read_header(area: memoryview) -> dict[str, tuple[int, int]]:
-    """The tensors in a snapshot's header, without its manifest: name to first byte in the file and
-    the one behind the last. Raises SnapshotError for a header that `Layout` would not have written.
-
-    `area`: the whole file."""
-    if area.nbytes < _LENGTH.size:
-        raise SnapshotError(f"{area.nbytes} bytes are no snapshot")
-    (length,) = _LENGTH.unpack_from(area)
-    if length > min(MAX_HEADER_BYTES, area.nbytes - _LENGTH.size):
-        raise SnapshotError(f"a header of {length} bytes does not fit into {area.nbytes}")
-    head = _LENGTH.size + length
-    try:
-        spans = msgspec.json.decode(area[_LENGTH.size : head], type=dict[str, _Span])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise SnapshotError(f"this is no header of a snapshot: {error}") from error
-    end = 0
-    for name, span in spans.items():
-        start, stop = span.data_offsets
-        if start != end or stop < start or span.shape != (stop - start,) or span.dtype != "U8":
-            raise SnapshotError(f"{name[:80]!r} does not follow on the tensor before it")
-        end = stop
-    if head + end != area.nbytes:
-        raise SnapshotError(f"the header describes {head + end} bytes of {area.nbytes}")
-    if area[:head] != _header(spans):  # a name twice, other spellings, something behind it
-        raise SnapshotError("the header is not written as a snapshot's is")
-    return {
-        name: (head + span.data_offsets[0], head + span.data_offsets[1])
-        for name, span in spans.items()
-    }
-
-
 def _header(spans: Mapping[str, _Span]) -> bytes:
     """Length and JSON, padded with blanks so that the first tensor is aligned."""
     text = msgspec.json.encode(spans)

@@ -3,6 +3,8 @@ step is lost."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,15 @@ def _run(folder: Path, layout: str, *faults: str, nproc: int, **settings: Any) -
     return run_script(folder, *arguments, script=LAYOUTS, nproc=nproc, faults=faults, **options)
 
 
-def _assert_kept(folder: Path, layout: str, *faults: str, nproc: int, **settings: Any) -> Result:
+def _assert_same(folder: Path, layout: str, *faults: str, nproc: int, **settings: Any) -> Result:
     clean = _run(folder / "clean", layout, nproc=nproc, **settings)
     result = _run(folder / "faulted", layout, *faults, nproc=nproc, **settings)
     assert_same_run(clean, result)
+    return result
+
+
+def _assert_kept(folder: Path, layout: str, *faults: str, nproc: int, **settings: Any) -> Result:
+    result = _assert_same(folder, layout, *faults, nproc=nproc, **settings)
     assert_survived(result, *faults)
     return result
 
@@ -81,6 +88,37 @@ def test_a_corrupt_copy_is_never_trained_on(tmp_path: Path) -> None:
     assert "corrupt in bytes" in result.text
 
 
+def test_a_corrupt_copy_is_taken_from_another_node(tmp_path: Path) -> None:
+    """A rank can't undo its update from its own copy, so its state is torn; and it can't take the
+    step from there, so it takes it from its keeper."""
+    home: list[int] = []
+    spoiled: list[Path] = []
+
+    def spoil(record: dict[str, Any]) -> None:
+        if record["event"] == "spawned" and record["rank"] == 0:
+            home.append(record["node"])
+        elif record["event"] == "fault_fired":  # rank 1 stands still, and is not yet missed
+            folder = Path(f"/dev/shm/everstep-copies-t{os.getpid()}-0")
+            for manifest in folder.glob(f"n{home[0]}-r0.*.json"):
+                if json.loads(manifest.read_text())["about"]["step"] == 4:
+                    with manifest.with_suffix("").open("r+b") as file:
+                        data = bytearray(file.read())
+                        data[len(data) // 2] ^= 1
+                        file.seek(0)
+                        file.write(data)
+                    spoiled.append(manifest)
+
+    fault = "stop:rank=1,step=5,at=optimizer"
+    nodes = {"nproc": 1, "local_nodes": 2}
+    clean = _run(tmp_path / "clean", "fsdp", **nodes)
+    result = _run(tmp_path / "faulted", "fsdp", fault, on_record=spoil, **nodes)
+    assert len(spoiled) == 1
+    assert_same_run(clean, result)
+    assert_survived(result, fault)
+    assert "not-undone" in {record["key"] for record in result.of("note")}
+    assert "ranks 0, 1 take step 4 from their copies" in result.closed[0]["reason"]
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_node_dies_and_a_spare_takes_its_shards(nproc: int, tmp_path: Path) -> None:
     faults = ("node:index=1,step=4", "kill:rank=0,step=7,at=optimizer", "node:index=0,step=9")
@@ -106,7 +144,7 @@ ON_NODES = {"nproc": 1, "local_nodes": 3, "spares": 1, "copies": "async"}
 
 def test_a_node_dies_while_its_copy_is_under_way(tmp_path: Path) -> None:
     """At most a step is lost, and only where the copy had not come."""
-    result = _assert_kept(tmp_path, "fsdp", "node:index=1,step=9", **ON_NODES)
+    result = _assert_same(tmp_path, "fsdp", "node:index=1,step=9", **ON_NODES)
     (closed,) = result.closed
     assert closed["state_from"] == "memory"
     assert (closed["rung"], closed["steps_lost"]) in (("replace", 0), ("memory", 0), ("memory", 1))
@@ -114,7 +152,7 @@ def test_a_node_dies_while_its_copy_is_under_way(tmp_path: Path) -> None:
 
 def test_steps_that_outrun_their_copies_are_lost_by_number(tmp_path: Path) -> None:
     """A network on which a copy takes longer than a step."""
-    result = _assert_kept(
+    result = _assert_same(
         tmp_path, "fsdp", "node:index=1,step=9", recovery_bandwidth="100KB/s", **ON_NODES
     )
     (closed,) = result.closed

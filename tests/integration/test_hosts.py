@@ -84,7 +84,14 @@ class Hosts:
         command += ["--coordinator", f"{self.address(0)}:29400", "--domain", f"rack=r{host}"]
         command += ["--run-id", "job", "--log-dir", str(self.folder / f"runs{host}"), *options]
         command += [str(TINY), "--steps", str(steps)]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "EVERSTEP_SECRET": self.secret}
+        memory = self.folder / f"memory{host}"
+        memory.mkdir(exist_ok=True)
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "EVERSTEP_SECRET": self.secret,
+            "EVERSTEP_SHM_DIR": str(memory),  # of the host alone
+        }
         with self.log(host).open("wb") as log:
             self.processes[host] = subprocess.Popen(
                 command, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL

@@ -99,8 +99,9 @@ class Job:
         call the head. `settings`: where they differ from SETTINGS."""
         given = {**SETTINGS, **settings}
         for host in hosts:
-            witness = self.lab.folder / f"witness-{host}"
-            witness.mkdir(exist_ok=True)
+            witness, memory = (self.lab.folder / f"{kind}-{host}" for kind in ("witness", "shm"))
+            for folder in (witness, memory):
+                folder.mkdir(exist_ok=True)
             what = "coordinator" if host == HEAD else "run"
             command = [sys.executable, "-m", "everstep.cli", what, "--nnodes", str(NODES)]
             command += ["--coordinator", f"{at or self.lab.address(HEAD)}:{PORT}"]
@@ -115,6 +116,7 @@ class Job:
                 "PYTHONPATH": str(ROOT / "src"),
                 "EVERSTEP_SECRET": self._secret,
                 "WITNESS": str(witness),
+                "EVERSTEP_SHM_DIR": str(memory),  # of the host alone, and lost with it
             }
             self.lab.start(host, command, environ)
 
@@ -368,6 +370,21 @@ def test_two_that_do_not_reach_each_other_any_more(job: Job, clean: Values) -> N
     assert re.search(rf"{between} do not reach each other {way}", lost["text"]), lost["text"]
     job.hurry()
     assert job.wait(HEAD) == 0, job.story()
+    job.assert_one_history(clean)
+
+
+def test_two_that_do_not_reach_each_other_and_no_spare(job: Job, clean: Values) -> None:
+    """Nobody is given up: they are waited for, and go on as they are."""
+    job.start(HEAD, *OTHERS[:NODES])
+    job.trains(NODES)
+    slots, spares = job.places()
+    job.lab.rules(pair(job.lab, slots, spares))
+    job.until(lambda: job.of("node_awaited"), "the wait")
+    job.lab.rules()
+    job.until(job.incidents, "the incident's end")
+    job.hurry()
+    assert job.wait(HEAD) == 0, job.story()
+    assert (job.incidents(), job.of("node_lost")) == ([("retry", 0)], [])
     job.assert_one_history(clean)
 
 

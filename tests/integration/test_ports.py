@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,10 +28,11 @@ RANGE = "27400-27408"  # just enough for three nodes and a spare
 
 
 @pytest.fixture(autouse=True)
-def own_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A directory in memory that no other test uses: all that runs here has one, whatever its
-    network is. It is left empty."""
-    path = Path(tempfile.mkdtemp(prefix="ports-", dir="/dev/shm"))
+def own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A directory for what is shared that no other test uses: all that runs here has one, whatever
+    its network is. It is left empty. In /dev/shm it would be taken for another test's leak."""
+    path = tmp_path / "memory"
+    path.mkdir()
     monkeypatch.setenv("EVERSTEP_SHM_DIR", str(path))
     yield
     path.rmdir()

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from everstep.agent.reach import Reach, probe
+from everstep.agent.reach import Reach, probe, targets, unreached
 from everstep.agent.shipping import Dock, Shipping
 from everstep.wire import nodes
 from everstep.wire.bulk import Caller, Offer
@@ -138,3 +138,29 @@ async def test_nothing_to_try_is_answered_and_an_end_in_the_middle_tells_nothing
         one.close()
     await asyncio.sleep(0)
     assert one.answers.empty()
+
+
+def test_only_those_are_to_try_that_can_and_between_which_lies_a_network() -> None:
+    def listens(network: str, host: str) -> nodes.Listens:
+        door = Offer(host=host, port=1, ticket=bytes(16))
+        return nodes.Listens(door=door, network=network, any_port=2, any_ports=(2, 3))
+
+    a, twin, b = listens("a", "10.0.0.1"), listens("a", "10.0.0.1"), listens("b", "10.0.0.2")
+    pairs = [(one, other) for one in range(5) for other in range(5) if one != other]
+    assert targets(pairs, {0: a, 1: twin, 2: b, 3: None}) == {
+        0: {2: b},
+        1: {2: b},
+        2: {0: a, 1: twin},
+    }
+
+
+def test_the_first_way_that_is_closed_is_told_and_nothing_of_ones_own_trouble() -> None:
+    def closed(node: int, port: int, *, own: bool = False) -> nodes.Closed:
+        why = "no connection (timed out)"
+        return nodes.Closed(
+            node=node, host=f"fd00::{node}", port=port, chosen=False, why=why, own=own
+        )
+
+    found = unreached("fd00::1", [closed(2, 7, own=True), closed(2, 8), closed(2, 9)])
+    assert found == {2: "fd00::1 -> [fd00::2]:8: no connection (timed out)"}
+    assert unreached("fd00::1", [closed(2, 7, own=True)]) == {}

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
+import msgspec
+import msgspec
 import pytest
 
 from everstep.agent import clocks
@@ -18,7 +20,8 @@ from everstep.core.overview import Overview
 from everstep.observe.view import View
 from everstep.types import Cause, Record
 from everstep.wire import nodes
-from everstep.wire.messages import Commit, ScriptSpec
+from everstep.wire.bulk import Offer
+from everstep.wire.messages import Commit, Once, ScriptSpec
 from everstep.wire.network import Link
 from everstep.wire.secret import Secret, make_secret
 
@@ -62,6 +65,9 @@ class FleetOnPaper:
         class Berth:
             def said(self, rank: int, incarnation: int, message: Any) -> None:
                 fleet.told.append(("said", number, rank, incarnation, message))
+
+            def probed(self, message: nodes.Probed) -> None:
+                fleet.told.append(("probed", number, message))
 
             def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
                 fleet.told.append(("output", number, rank, line))
@@ -329,6 +335,28 @@ def test_one_that_leaves_is_lost_at_once_and_ends_its_workers_in_peace() -> None
     play(act)
 
 
+def test_nodes_try_each_other_at_the_fleets_word() -> None:
+    door = Offer(host="1.2.3.4", port=1, ticket=bytes(16))
+    listens = nodes.Listens(door=door, network="n", any_port=2, any_ports=(2, 3))
+
+    async def act(case: Case) -> None:
+        agent, back = case.agent(), case.agent()
+        await agent.register()
+        agent.link.send(nodes.Joined(script_digest="d", listens=listens))
+        await case.until_told("joined")
+        case.fleet.waits_for = {9}
+        await back.register(name="b", report=msgspec.structs.replace(report(9), listens=listens))
+        assert [case.fleet.nodes[number].listens for number in (0, 9)] == [listens, listens]
+        order = nodes.Probe(targets={9: listens}, within_s=1.0, turn=4)
+        case.fleet.nodes[0].probe(order)
+        await until(lambda: agent.heard[-1] == order)
+        answer = nodes.Probed(closed=(), turn=4)
+        agent.link.send(answer)
+        assert await case.until_told("probed") == ("probed", 0, answer)
+
+    play(act)
+
+
 def test_times_are_moved_to_the_coordinators_clock() -> None:
     moved_s = clocks.offset(10.0, 12.0, 111.0)
     assert moved_s == 100.0
@@ -356,11 +384,16 @@ def test_an_agent_of_an_earlier_coordinator_is_adopted_where_it_is_waited_for() 
     async def act(case: Case) -> None:
         case.fleet.waits_for = {5}
         agent = case.agent()
+        await asyncio.wait_for(agent.joined.wait(), 10)
+        for rank in (0, 1):
+            once = Once(key="k", value=b"%d" % rank)
+            agent.link.send(nodes.Keeps(rank=rank, kept=((rank + 1, once),)))
         await agent.register(domain="rack=1", report=report(5, term=1))
         (welcome,) = agent.heard
         assert isinstance(welcome, nodes.Welcome)
         assert (welcome.node, welcome.term, welcome.adopted) == (5, 2, True)
-        back = ("back", "h", "rack=1", report(5, term=1))
+        kept = {0: ((1, Once(key="k", value=b"0")),), 1: ((2, Once(key="k", value=b"1")),)}
+        back = ("back", "h", "rack=1", msgspec.structs.replace(report(5, term=1), kept=kept))
         assert await case.until_told("back") == back
         said = Commit(generation=1, step=2, t=3.0, log={}, record=None)
         agent.link.send(nodes.Said(rank=1, incarnation=4, message=said))

@@ -31,7 +31,6 @@ from everstep.wire.bulk import (
     Throttle,
     fetch,
     greet,
-    push,
 )
 from everstep.wire.bulk_door import Use, admit, enter, receive
 
@@ -77,11 +76,6 @@ class Station:
         source = Source(memoryview(data))
         return self.offer(
             self.listener.lend(source, node=node, lifetime_s=lifetime_s, on_end=self._end)
-        )
-
-    def room(self, sink: Sink, node: int = 1, lifetime_s: float = WAIT_S) -> Offer:
-        return self.offer(
-            self.listener.take_in(sink, node=node, lifetime_s=lifetime_s, on_end=self._end)
         )
 
     def offer(self, ticket: bytes, port: int | None = None) -> Offer:
@@ -209,19 +203,6 @@ def test_a_snapshot_is_fetched(station: Station, nbytes: int, streams: int) -> N
     assert station.refused == []
 
 
-@pytest.mark.parametrize("streams", [1, 3])
-def test_a_snapshot_is_pushed(station: Station, streams: int) -> None:
-    sink, room = sink_for()
-    done = push(
-        Source(memoryview(DATA)), station.room(sink), CALLER, deadline_s=WAIT_S, streams=streams
-    )
-    assert room == DATA
-    assert done.nbytes == len(DATA)
-    station.until(lambda: station.ended)
-    assert station.ended == [True]
-    assert station.refused == []
-
-
 def test_several_sources_share_the_work(stations: Callable[..., Station]) -> None:
     both = [stations(), stations()]
     sink, room = sink_for()
@@ -252,30 +233,6 @@ def test_after_a_cut_only_what_was_on_the_way_is_sent_again(
     assert station.refused == []
 
 
-def test_a_push_whose_last_word_is_lost_is_done(
-    station: Station, wires: Callable[..., Wire]
-) -> None:
-    """The cut comes when the receiver has all and has said so; asked again, it says so again."""
-    requests = 16 * 21
-    wire = wires(station.listener.port, [40 + 41 + requests + 15])
-    sink, room = sink_for()
-    offer = station.offer(station.room(sink).ticket, wire.port)
-    done = push(Source(memoryview(DATA)), offer, CALLER, deadline_s=WAIT_S, streams=1)
-    assert room == DATA
-    assert done.cuts == 1
-    assert station.ended == [True]
-    assert station.refused == []
-
-
-def test_a_push_goes_on_after_a_cut(station: Station, wires: Callable[..., Wire]) -> None:
-    wire = wires(station.listener.port, [300, 200])
-    sink, room = sink_for()
-    offer = station.offer(station.room(sink).ticket, wire.port)
-    done = push(Source(memoryview(DATA)), offer, CALLER, deadline_s=WAIT_S)
-    assert room == DATA
-    assert done.cuts == 2
-
-
 def test_what_has_arrived_is_kept_for_the_next_source(
     stations: Callable[..., Station], wires: Callable[..., Wire]
 ) -> None:
@@ -301,12 +258,6 @@ def test_a_corrupt_copy_is_not_taken(station: Station) -> None:
     sink, _ = sink_for()
     with pytest.raises(Corrupt, match=rf"bytes {3 * BLOCK} to {4 * BLOCK} from {HOST}"):
         fetch(sink, [station.lend(bytes(wrong))], CALLER, deadline_s=WAIT_S)
-    sink, _ = sink_for()
-    with pytest.raises(TransientError):
-        push(Source(memoryview(wrong)), station.room(sink), CALLER, deadline_s=WAIT_S)
-    with pytest.raises(Corrupt):
-        sink.check()
-    assert any("wrong digest" in why for _, why in station.refused)
 
 
 def test_a_transfer_can_be_ended_from_outside(station: Station) -> None:
@@ -452,7 +403,7 @@ def test_a_listener_without_the_key_gets_nothing() -> None:
         thread.start()
         offer = Offer(host=HOST, port=server.getsockname()[1], ticket=bytes(16))
         with pytest.raises(Stranger, match="does not know the job's secret"):
-            push(Source(memoryview(DATA)), offer, CALLER, deadline_s=WAIT_S, streams=1)
+            fetch(sink_for()[0], [offer], CALLER, deadline_s=WAIT_S, streams=1)
         thread.join()
     assert len(heard) == 1
     assert KEY not in heard[0]
@@ -516,14 +467,10 @@ def test_a_ticket_that_has_expired_is_of_no_use(station: Station) -> None:
         fetch(sink_for()[0], [offer], CALLER, deadline_s=WAIT_S)
 
 
-def test_a_ticket_is_for_its_node_and_its_use(station: Station) -> None:
+def test_a_ticket_is_for_its_node(station: Station) -> None:
     sink, room = sink_for()
     with pytest.raises(Refused, match="another node's"):
         fetch(sink, [station.lend(node=2)], CALLER, deadline_s=WAIT_S)
-    with pytest.raises(Refused, match="another use"):
-        fetch(sink, [station.room(sink_for()[0])], CALLER, deadline_s=WAIT_S)
-    with pytest.raises(Refused, match="another use"):
-        push(Source(memoryview(DATA)), station.lend(), CALLER, deadline_s=WAIT_S)
     with pytest.raises(Refused, match="unknown"):
         fetch(sink, [station.offer(bytes(16))], CALLER, deadline_s=WAIT_S)
     assert not any(room)

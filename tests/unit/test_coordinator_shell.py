@@ -77,8 +77,15 @@ class Recorder:
     def dismiss(self, node: int, why: str) -> None:
         self.done.append(("dismiss", node, why))
 
-    def keepers(self, keepers: Mapping[int, int]) -> None:
-        self.done.append(("keepers", keepers))
+    def peers(self, guardians: Mapping[int, int | None]) -> None:
+        self.done.append(("peers", guardians))
+
+    def keepers(self, generation: int, keepers: Mapping[int, int], steps: tuple[int, ...]) -> None:
+        self.done.append(("keepers", generation, keepers, steps))
+
+    def copy_order(self, node: int, order: nodes.CopyOrder) -> bool:
+        self.done.append(("copy_order", node, order))
+        return True
 
     def cut(self, rank: int, incarnation: int, *, whole: bool) -> None:
         self.done.append(("cut", rank, incarnation, whole))
@@ -341,10 +348,18 @@ class TestHeritage:
         assert dataclasses.replace(heritage, kept=()) == expected
         assert {type(said) for _, said in heritage.kept} == {m.Protect, m.Once}
 
+    def test_who_can_not_try_whether_it_reaches_others_is_not_waited_for(self) -> None:
+        case = Case()
+        case.act(do.Probe(turn=3, pairs=((1, 2), (2, 1)), within_s=4.0))
+        assert case.core.seen[-1] == ev.Probed(node=2, turn=3, closed={})
+        case.shell.probed(1, 3, {2: "shut"})
+        assert case.core.seen[-1] == ev.Probed(node=1, turn=3, closed={2: "shut"})
+
     def test_what_other_nodes_keep_of_a_lost_one_is_taken_in_before_the_core_goes_on(self) -> None:
         case = Case()
         case.act(do.Reclaim(turn=3, ranks=(1,), nodes=(0, 2)))
         assert ("reclaim", do.Reclaim(turn=3, ranks=(1,), nodes=(0, 2))) in case.effects.done
+        kept: dict[int, tuple[tuple[int, m.FromWorker], ...]]
         kept = {1: ((4, m.Once(key="k", value=b"v")),)}
         case.shell.reclaimed(2, nodes.Reclaimed(turn=3, kept=kept))
         assert case.core.seen[-1] == ev.Reclaimed(node=2, turn=3)

@@ -31,6 +31,13 @@ class Severed(OnNodes):
         self.fault(2, 5, broken())
         return self.one(do.Probe)
 
+    def answer_closed_then_wait(self) -> None:
+        """Nodes 1 and 2 do not reach each other, and there is nobody else."""
+        probe = self.regroup_fails()
+        self.parks(*self.ranks)
+        self.answer(probe, by2={1: HOW})
+        assert self.journal("node_awaited")
+
     def answer(self, probe: do.Probe, **closed: dict[int, str]) -> None:
         for node in sorted({asker for asker, _ in probe.pairs}):
             found = closed.get(f"by{node}", {})
@@ -95,14 +102,36 @@ def test_one_who_does_not_answer_is_neither_waited_for_long_nor_accused() -> Non
     assert not d.journal("node_lost")
 
 
-def test_one_that_is_lost_meanwhile_is_not_waited_for() -> None:
+def test_a_loss_or_a_death_explains_the_failure_and_nothing_is_waited_for() -> None:
     d = Severed()
     probe = d.regroup_fails()
     d.parks(*d.ranks)
-    d.tell(ev.Probed(node=0, turn=probe.turn, closed={2: HOW}))
-    d.tell(ev.Probed(node=1, turn=probe.turn, closed={2: HOW}))
+    d.tell(ev.Probed(node=0, turn=probe.turn, closed={1: HOW}))
     d.lose(2)
     assert [record["node"] for record in d.journal("node_lost")] == [2]
+    assert not d.coordinator.next_deadline_s or d.coordinator.next_deadline_s > d.now_s + 60
+    d.tell(ev.Probed(node=1, turn=probe.turn, closed={0: HOW}))
+    assert len(d.journal("node_lost")) == 1
+
+    d = Severed()
+    probe = d.regroup_fails()
+    d.parks(*d.ranks[1:])
+    d.die(0, killed())
+    d.answer(probe, by1={2: HOW})
+    d.join(0)
+    assert d.coordinator.phase == "regrouping"
+    assert not d.journal("node_lost")
+
+
+def test_a_loss_does_not_end_the_wait_for_a_pair_that_is_known_to_be_closed() -> None:
+    d = Severed(spares=0)
+    d.answer_closed_then_wait()
+    d.lose(0)
+    d.node_joins(8)
+    d.wait(3.0)
+    d.answer(d.one(do.Probe), by2={1: HOW})
+    assert d.coordinator.phase == "stopping"
+    assert [record["node"] for record in d.journal("node_lost")] == [0]
 
 
 def test_answers_of_an_earlier_turn_and_of_strangers_say_nothing() -> None:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from everstep.agent.ferry import Ferry
 from everstep.agent.lookout import Lookout
+from everstep.agent.reach import targets, unreached
 from everstep.agent.workers import Place, torchrun_environment, worker_spec
 from everstep.coordinator import CoordinatorShell, Core
 from everstep.core import actions, events
@@ -34,7 +35,6 @@ from everstep.types import Cause, Record
 from everstep.wire import nodes
 from everstep.wire.messages import FromWorker, Keepsake, ToWorker, WorkerSpec
 from everstep.wire.nodes import Shown
-from everstep.wire.plumbing import address_text
 
 Member = tuple[int, int]  # rank and incarnation
 Kept = tuple[tuple[int, Keepsake], ...]
@@ -349,26 +349,17 @@ class Fleet:
     def probe(self, order: actions.Probe) -> set[int]:
         """Have nodes try whether they reach each other, as far as they can try. Returns which."""
         listens = {number: node.listens for number, node in self._nodes.items()}
-        targets: dict[int, dict[int, nodes.Listens]] = {}
-        for asker, target in order.pairs:
-            own, other = listens.get(asker), listens.get(target)
-            if own is not None and other is not None and not _in_one_place(own, other):
-                targets.setdefault(asker, {})[target] = other
-        for number, of_node in targets.items():
+        tries = targets(order.pairs, listens)
+        for number, others in tries.items():
             self._nodes[number].probe(
-                nodes.Probe(targets=of_node, within_s=order.within_s, turn=order.turn)
+                nodes.Probe(targets=others, within_s=order.within_s, turn=order.turn)
             )
-        return set(targets)
+        return set(tries)
 
     def _probed(self, number: int, answer: nodes.Probed) -> None:
         node = self._nodes.get(number)
         source = "" if node is None else node.peer_address[0]
-        closed = {
-            each.node: f"{source} -> {address_text(each.host, each.port)}: {each.why}"
-            for each in reversed(answer.closed)
-            if not each.own
-        }
-        self._shell.probed(number, answer.turn, closed)
+        self._shell.probed(number, answer.turn, unreached(source, answer.closed))
 
     def reclaim(self, order: actions.Reclaim) -> None:
         """Ask nodes what they keep of ranks."""
@@ -440,11 +431,6 @@ class Fleet:
     def note(self, key: str, text: str) -> None:
         """Something a person should know."""
         self.record(Record(event="note", fields={"key": key, "text": text, "rank": None}))
-
-
-def _in_one_place(one: nodes.Listens, other: nodes.Listens) -> bool:
-    """Between them lies no network."""
-    return (one.network, one.door.host) == (other.network, other.door.host)
 
 
 class Berth:

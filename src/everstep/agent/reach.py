@@ -18,7 +18,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -27,6 +27,7 @@ from everstep.agent.shipping import Shipping
 from everstep.errors import EverstepError
 from everstep.wire import nodes
 from everstep.wire.bulk import Caller, Refused, greet
+from everstep.wire.plumbing import address_text
 from everstep.wire.ports import ANY, chosen_by_the_system, listen
 
 _BACKLOG: Final = 64
@@ -128,6 +129,32 @@ def _try(
         return None
     own = isinstance(cause, OSError) and cause.errno in _ITS_OWN
     return nodes.Closed(node=node, host=door.host, port=port, chosen=chosen, why=why, own=own)
+
+
+def targets(
+    pairs: Iterable[tuple[int, int]], listens: Mapping[int, nodes.Listens | None]
+) -> dict[int, dict[int, nodes.Listens]]:
+    """By node, the others that it is to try. `pairs`: who should try whom; left out are those that
+    can't, and those between which lies no network. Pure."""
+    found: dict[int, dict[int, nodes.Listens]] = {}
+    for asker, target in pairs:
+        one, other = listens.get(asker), listens.get(target)
+        if one is None or other is None:
+            continue
+        if (one.network, one.door.host) != (other.network, other.door.host):
+            found.setdefault(asker, {})[target] = other
+    return found
+
+
+def unreached(source: str, closed: Sequence[nodes.Closed]) -> dict[int, str]:
+    """By node that could not be reached from the address `source`, the first way that was tried, in
+    words. What says nothing of the other is left out. Pure."""
+    found: dict[int, str] = {}
+    for each in closed:
+        if not each.own:
+            where = address_text(each.host, each.port)
+            found.setdefault(each.node, f"{source} -> {where}: {each.why}")
+    return found
 
 
 def _network() -> str:

@@ -17,6 +17,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from everstep.agent import clocks
 from everstep.agent.desk import Desk
 from everstep.agent.ending import END_TIMEOUT_S
@@ -27,7 +29,7 @@ from everstep.errors import UserError
 from everstep.types import TERM_STRIDE, Cause, CauseKind, Record
 from everstep.wire import nodes
 from everstep.wire.clients import AgentNow, FromClient
-from everstep.wire.messages import ToWorker, WorkerSpec
+from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
 from everstep.wire.network import Hub, Limits
 from everstep.wire.secret import Secret
 
@@ -168,6 +170,7 @@ class Registry:
         self._nproc_per_node = nproc_per_node
         self._must_start = must_start
         self._nodes: dict[int, RemoteNode] = {}  # by peer
+        self._keeps: dict[int, dict[int, tuple[tuple[int, FromWorker], ...]]] = {}  # likewise
         self._leaving: dict[int, RemoteNode] = {}  # those that end by themselves, by peer
         self._term = term
         self._preflight = Preflight(
@@ -210,7 +213,13 @@ class Registry:
         node = self._nodes.get(peer)
         if isinstance(message, FromClient):
             self._desk.take(peer, message)
+        elif isinstance(message, nodes.Keeps):
+            self._keeps.setdefault(peer, {})[message.rank] = message.kept
         elif isinstance(message, nodes.Register):
+            kept = self._keeps.pop(peer, {})
+            if message.report is not None:
+                report = msgspec.structs.replace(message.report, kept=message.report.kept | kept)
+                message = msgspec.structs.replace(message, report=report)
             self._register(peer, message)
         elif peer in self._leaving:
             if isinstance(message, nodes.Output | nodes.Note):
@@ -384,6 +393,7 @@ class Registry:
         self._leaving[peer] = node
 
     def _lost(self, peer: int, why: str) -> None:
+        self._keeps.pop(peer, None)
         self._desk.lost(peer)
         self._leaving.pop(peer, None)
         node = self._nodes.pop(peer, None)

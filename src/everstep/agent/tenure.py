@@ -123,7 +123,11 @@ class Tenure:
         return ending
 
     def _register(self) -> None:
-        settings = self._settings
+        settings, report = self._settings, self._report()
+        if report is not None:
+            for rank, kept in report.kept.items():
+                self._send(nodes.Keeps(rank=rank, kept=kept))
+            report = msgspec.structs.replace(report, kept={})
         self._asked_s = time.monotonic()
         self._send(
             nodes.Register(
@@ -135,7 +139,7 @@ class Tenure:
                 pid=os.getpid(),
                 boot_id=clocks.boot_id(),
                 versions=identity.versions(),
-                report=self._report(),
+                report=report,
             )
         )
 

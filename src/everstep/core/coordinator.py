@@ -321,6 +321,8 @@ class Coordinator:
         step = job.step_of(member)
         job.membership.died(member.rank, member.incarnation)
         by_us = member.doomed and _is_our_kill(event)
+        if not by_us:
+            job.reach.explained()
         news = member.doom if by_us else cause
         if news is not None and (not member.doomed or member.doom is not None):
             job.fail(member, step, news)

@@ -70,6 +70,7 @@ def lose(job: Job, node: Node, cause: Cause) -> None:
     losses = job.nodes.lose(node, job.now_s)
     job.copies.lose(node.number)
     job.reach.lost(node.number)
+    job.reach.explained()
     job.out.node_lost(node, ranks, text)
     if losses == job.policy.max_node_failures:
         said = f"host {node.host} has lost {losses} nodes within {job.policy.incident_window_s:g} s"

@@ -25,8 +25,9 @@ from everstep.types import CauseKind, StateFrom
 class Past:
     """`term`: of the newest coordinator, -1 if there was none. `started`, `listening`, `ended`: the
     records of these words, if they are there. `recorded`: the newest step; `incidents`: how many
-    were opened, `open_incident`, `holders`: as events.Resumed has them. `loss`: a node with ranks was
-    lost, and no incident has been opened since. `hosts`: by node. `fired`: numbers of the faults on purpose that have."""
+    were opened, `open_incident`, `holders`: as events.Resumed has them. `loss`: a node with ranks
+    was lost, and no incident has been opened since. `hosts`: by node. `fired`: numbers of the
+    faults on purpose that have."""
 
     term: int = -1
     started: Mapping[str, Any] | None = None

@@ -14,8 +14,8 @@ A slot keeps its place when its node is replaced: what must be copied anew is wh
 had, and nothing else. Only if the replacement brings two copies into one domain, and another slot
 could change places with one of them so that fewer are, are the two exchanged.
 
-What it doesn't know: how large the states are, and who copies when. `core/survival.py` has what a
-placement survives.
+What it doesn't know: how large the states are, and who copies when. `benchmarks/survival.py` has
+what a placement survives.
 """
 
 from __future__ import annotations
@@ -77,25 +77,6 @@ class Placement:
             for at in range(len(ring))
         }
 
-    def keeps(self, slot: int) -> tuple[int, ...]:
-        """The other slots of which `slot` keeps a copy."""
-        for ring in self.rings:
-            if slot in ring:
-                at = ring.index(slot)
-                return tuple(
-                    ring[(at - i) % len(ring)] for i in range(1, min(self.copies, len(ring)))
-                )
-        raise KeyError(slot)
-
-    def survives(self, lost: Iterable[int]) -> bool:
-        """Whether some copy of everything is left when the slots in `lost` are lost at once."""
-        gone = set(lost)
-        return all(
-            not gone.issuperset(_window(ring, at, self.copies))
-            for ring in self.rings
-            for at in range(len(ring))
-        )
-
 
 def place(sites: Sequence[Site], copies: int = 2, scheme: Scheme = Scheme.PAIRS) -> Placement:
     """A placement for slots that have none yet.
@@ -132,17 +113,6 @@ def replace(before: Placement, sites: Sequence[Site]) -> Placement:
             break
         rings = _exchanged(rings, *exchange)
     return _described(rings, before.copies, before.copies, sites)
-
-
-def moves(before: Placement, after: Placement, lost: Iterable[int] = ()) -> list[tuple[int, int]]:
-    """What must be copied: (whose state, which slot keeps it), for every copy of `after` that is
-    not where `before` had it, or was on one of the slots in `lost`."""
-    gone = set(lost)
-    needed = []
-    for slot in sorted(slot for ring in after.rings for slot in ring):
-        had = set(before.holders(slot)) - gone
-        needed += [(slot, holder) for holder in after.holders(slot)[1:] if holder not in had]
-    return needed
 
 
 def _window(ring: tuple[int, ...], at: int, copies: int) -> tuple[int, ...]:

@@ -89,6 +89,12 @@ class Reach:
         self._answered.discard(node)
         self._look()
 
+    def explained(self) -> None:
+        """It is known after all why a regroup has failed. Pairs that are known to be closed stay a
+        matter of their own."""
+        if self.patient_until_s is None:
+            self.clear()
+
     def late(self) -> None:
         """Wait for no more answers."""
         self._unanswered.clear()

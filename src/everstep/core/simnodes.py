@@ -310,7 +310,7 @@ class SimNodes:
             if not node.lives or (not node.up and draw.random() < 0.5):
                 continue
             when_s = draw.choice((5, 5, 5, 5, _LATE)) * sim.delay_s()
-            if draw.random() < 0.05:
+            if draw.random() < sim.schedule.tardy:
                 when_s += sim.policy.rejoin_timeout_s
             last = node.link if node.link is not None and node.link.open else None
             sim.after(when_s, partial(self._turn, node, seat, last))

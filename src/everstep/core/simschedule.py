@@ -71,7 +71,8 @@ class Schedule:
 
     `nnodes`: nodes that have to join, with `node_size` ranks each; 0: one, whose agent never fails.
     `spares`: nodes that come beside them. `hosts`: machines on which the nodes lie in turn; two are
-    a failure domain. `returns`: how probable it is that a node that was lost comes back."""
+    a failure domain. `returns`: how probable it is that a node that was lost comes back; `tardy`:
+    that one turns to a coordinator that has begun anew when that waits no longer."""
 
     seed: int
     world_size: int
@@ -88,6 +89,7 @@ class Schedule:
     spares: int = 0
     hosts: int = 1
     returns: float = 0.0
+    tardy: float = 0.0
 
     def shard(self, rank: int) -> str:
         """The key of what `rank` holds."""
@@ -161,4 +163,5 @@ def _on_nodes(schedule: Schedule, draw: random.Random) -> Schedule:
         spares=spares,
         hosts=draw.randrange(1, nnodes + spares + 1),
         returns=draw.choice((0.0, 0.5, 1.0)),
+        tardy=draw.choice((0.0, 0.0, 0.1)),
     )

@@ -1,16 +1,15 @@
 """The bulk plane: snapshots from the memory of one agent into that of another, over plain TCP.
 
-Theory of operation. Each agent listens on one port of the job's range. Who has a snapshot to give,
-or room for one, makes a ticket (`Listener.lend`, `Listener.take_in`); the ticket and the
-snapshot's manifest travel to the other agent by the control plane, which is encrypted; that agent
-connects (`fetch`, `push`) with several streams, each on its own thread. Threads, because a stream
-is a system call that fills a block and a digest over it, and both let go of the interpreter: one
-event loop ran at the speed of one core. Each connection opens with a keyed challenge (`bulk_door`),
-then blocks flow (`bulk_stream`).
+Theory of operation. Each agent listens on one port of the job's range. Who has a snapshot to give
+makes a ticket (`Listener.lend`); the ticket and the snapshot's manifest travel to the other agent
+by the control plane, which is encrypted; that agent connects (`fetch`) with several streams, each
+on its own thread. Threads, because a stream is a system call that fills a block and a digest over
+it, and both let go of the interpreter: one event loop ran at the speed of one core. Each connection
+opens with a keyed challenge (`bulk_door`), then blocks flow (`bulk_stream`).
 
-A ticket is for one transfer: one node, one use, one snapshot, until it expires. The first who shows
-it ties it to a random number of his own, by which his further streams, and those that come again
-after a cut, are known; it is spent when all has arrived.
+A ticket is for one transfer: one node, one snapshot, until it expires. The first who shows it ties
+it to a random number of his own, by which his further streams, and those that come again after a
+cut, are known; it is spent when all has arrived.
 
 What it doesn't know: what the bytes mean, whether a copy is needed, and who should have it.
 """
@@ -39,7 +38,7 @@ from everstep.wire.bulk_door import (
     enter,
 )
 from everstep.wire.bulk_listener import Limits, Listener, address_text
-from everstep.wire.bulk_stream import Corrupt, Sink, Source, prepare, receive_all, send_all
+from everstep.wire.bulk_stream import Corrupt, Sink, Source, prepare, receive_all
 from everstep.wire.bulk_throttle import UNLIMITED, Throttle
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "Transferred",
     "fetch",
     "greet",
-    "push",
 ]
 
 STREAMS = 2
@@ -128,11 +126,9 @@ def fetch(
 
     crew = _Crew(
         caller,
-        Use.READ,
         deadline_s,
         sink.over,
         work=work,
-        when_done=lambda: None,
         progress=lambda: sink.arrived_bytes,
     )
     crew.run([offer for offer in offers for _ in range(streams)])
@@ -140,49 +136,6 @@ def fetch(
         crew.explain()
     sink.check()
     return crew.result(sink.arrived_bytes - before)
-
-
-def push(
-    source: Source,
-    offer: Offer,
-    caller: Caller,
-    *,
-    deadline_s: float,
-    streams: int = STREAMS,
-    throttle: Throttle = UNLIMITED,
-    stop: threading.Event | None = None,
-) -> Transferred:
-    """Give `source` to an agent that has offered room for it. As `fetch`; `stop` ends it early, at
-    the next block.
-
-    Returns when the other side has all and has checked it. Raises Refused, Stranger and
-    TransientError."""
-    over = stop or threading.Event()
-    taken = threading.Event()
-
-    def work(sock: socket.socket, peer: str) -> None:
-        del peer
-        send_all(sock, source, throttle, crew.deadline_s, over)
-        has_all()
-
-    def has_all() -> None:
-        taken.set()
-        over.set()
-
-    crew = _Crew(
-        caller,
-        Use.WRITE,
-        deadline_s,
-        over,
-        work=work,
-        when_done=has_all,
-        progress=lambda: source.sent_bytes,
-    )
-    crew.run([offer] * streams)
-    if not taken.is_set():
-        crew.explain()
-        raise TransientError(f"{offer!r} did not take all: the transfer was ended")
-    return crew.result(source.nbytes)
 
 
 def greet(offer: Offer, caller: Caller, *, deadline_s: float) -> None:
@@ -207,26 +160,21 @@ def greet(offer: Offer, caller: Caller, *, deadline_s: float) -> None:
 
 class _Crew:
     """The streams of one transfer, each on a thread. `over`: set when no stream need connect again;
-    `work`: what is done with a connection; `when_done`: what is done when the other side says that
-    it is complete; `progress`: a number that rises while bytes arrive."""
+    `work`: what is done with a connection; `progress`: a number that rises while bytes arrive."""
 
     def __init__(
         self,
         caller: Caller,
-        use: Use,
         deadline_s: float,
         over: threading.Event,
         *,
         work: Callable[[socket.socket, str], None],
-        when_done: Callable[[], None],
         progress: Callable[[], int],
     ) -> None:
         self.deadline_s = time.monotonic() + deadline_s
         self._caller = caller
-        self._use = use
         self._over = over
         self._work = work
-        self._when_done = when_done
         self._progress = progress
         self._began_s = time.monotonic()
         self._holder = secrets.token_bytes(TICKET_BYTES)
@@ -268,7 +216,6 @@ class _Crew:
                     self._work(sock, peer)
                     return
             except Done:  # by the other streams; or the last word of a connection was lost
-                self._when_done()
                 return
             except (Refused, Stranger) as error:
                 raise type(error)(f"{peer} was asked for a transfer: {error}") from error
@@ -295,7 +242,7 @@ class _Crew:
                 ticket=offer.ticket,
                 holder=self._holder,
                 node=self._caller.node,
-                use=self._use,
+                use=Use.READ,
             )
             prepare(sock, limits.stall_s)
         except BaseException:

@@ -37,11 +37,10 @@ _VERDICT = struct.Struct("<BQ")
 
 
 class Use(enum.IntEnum):
-    """What a ticket is for, as the one who connects sees it. GREET: to see who is there, and go."""
+    """What a ticket is for. GREET: to see who is there, and go."""
 
     READ = 1
-    WRITE = 2
-    GREET = 3
+    GREET = 2
 
 
 class Verdict(enum.IntEnum):

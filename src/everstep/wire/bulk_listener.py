@@ -36,7 +36,7 @@ from everstep.wire.bulk_door import (
     admit,
     words,
 )
-from everstep.wire.bulk_stream import Sink, Source, prepare, receive_all, send_all
+from everstep.wire.bulk_stream import Source, prepare, send_all
 from everstep.wire.bulk_throttle import UNLIMITED, Throttle
 from everstep.wire.frames import Sparingly
 from everstep.wire.ports import listen
@@ -68,8 +68,7 @@ class Limits:
 class _Ticket:
     """A ticket that was made here. `holder`: of the transfer that it is tied to."""
 
-    thing: Source | Sink
-    use: Use
+    source: Source
     node: int
     expires_s: float
     on_end: Callable[[bool], None]
@@ -135,19 +134,7 @@ class Listener:
     ) -> bytes:
         """A ticket with which `node` may read `source` once, within `lifetime_s`. `on_end(done)` is
         called when the memory is free again, on a thread of the listener."""
-        return self._make(_Ticket(source, Use.READ, node, _after(lifetime_s), on_end))
-
-    def take_in(
-        self,
-        sink: Sink,
-        *,
-        node: int,
-        lifetime_s: float,
-        on_end: Callable[[bool], None],
-    ) -> bytes:
-        """A ticket with which `node` may fill `sink`, within `lifetime_s`. As `lend`; `done` says
-        whether all has arrived and is right."""
-        return self._make(_Ticket(sink, Use.WRITE, node, _after(lifetime_s), on_end))
+        return self._make(_Ticket(source, node, _after(lifetime_s), on_end))
 
     def withdraw(self, ticket: bytes) -> None:
         """End a ticket now, with all its connections. One that is over stays so."""
@@ -201,8 +188,6 @@ class Listener:
                 for sock in ticket.sockets:
                     _shut(sock)
             unused = not ticket.sockets
-        if isinstance(ticket.thing, Sink) and why is not Verdict.USED:
-            ticket.thing.fail(Cut("the ticket has expired"))
         if unused:
             ticket.on_end(ticket.done)
 
@@ -286,7 +271,7 @@ class Listener:
         def judge(claim: Claim) -> tuple[Verdict, int]:
             nonlocal ticket
             verdict, ticket = self._judge(claim, sock)
-            return verdict, ticket.thing.nbytes if ticket is not None else 0
+            return verdict, ticket.source.nbytes if ticket is not None else 0
 
         try:
             claim, verdict = admit(sock, self._key, _after(self._limits.handshake_s), judge)
@@ -294,9 +279,9 @@ class Listener:
                 if verdict not in (Verdict.DONE, Verdict.WELCOME):
                     self._refuse(peer, f"node {claim.node} was refused: {words(verdict)}")
                 return
-            if self._transfer(sock, ticket, peer):
-                ticket.done = True
-                self._retire(claim.ticket, ticket, Verdict.USED)
+            self._transfer(sock, ticket)
+            ticket.done = True
+            self._retire(claim.ticket, ticket, Verdict.USED)
         except Cut as error:
             if self._is_stranger(sock):
                 self._refuse(peer, f"it did not show that it has the job's secret: {error}")
@@ -324,7 +309,7 @@ class Listener:
             verdict = Verdict.WELCOME
             if ticket.expires_s <= time.monotonic():
                 verdict = Verdict.EXPIRED
-            elif ticket.use != claim.use:
+            elif claim.use != Use.READ:
                 verdict = Verdict.WRONG_USE
             elif ticket.node != claim.node:
                 verdict = Verdict.WRONG_NODE
@@ -348,14 +333,10 @@ class Listener:
         why, holder = self._over.get(claim.ticket, (Verdict.UNKNOWN, None))
         return Verdict.DONE if why is Verdict.USED and holder == claim.holder else why
 
-    def _transfer(self, sock: socket.socket, ticket: _Ticket, peer: str) -> bool:
-        """Whether all has been moved. Raises Cut, Stranger and Corrupt."""
+    def _transfer(self, sock: socket.socket, ticket: _Ticket) -> None:
+        """Send what is asked for until all has been. Raises Cut and Stranger."""
         prepare(sock, self._limits.stall_s)
-        if isinstance(ticket.thing, Sink):
-            receive_all(sock, ticket.thing, self._throttle, ticket.expires_s, peer)
-            return ticket.thing.left == 0
-        send_all(sock, ticket.thing, self._throttle, ticket.expires_s, self._closing)
-        return True
+        send_all(sock, ticket.source, self._throttle, ticket.expires_s, self._closing)
 
     def _leave(self, sock: socket.socket, ticket: _Ticket) -> None:
         with self._lock:

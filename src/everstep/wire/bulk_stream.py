@@ -44,13 +44,11 @@ class Corrupt(EverstepError):
 
 
 class Source:
-    """Bytes to be sent. `view`: stays valid and unchanged until the transfer has ended.
-    `sent_bytes`: by all streams, again after a cut; near enough to see that something moves."""
+    """Bytes to be sent. `view`: stays valid and unchanged until the transfer has ended."""
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
         self.nbytes = view.nbytes
-        self.sent_bytes = 0
 
 
 class Sink:
@@ -256,7 +254,6 @@ def send_all(
             _book(throttle, last - first, stop, deadline_s)
             with source.view[first:last] as part:
                 _send(sock, part, deadline_s)
-            source.sent_bytes += last - first
 
 
 def _pieces(start: int, end: int, throttle: Throttle) -> Iterator[tuple[int, int]]:

@@ -310,6 +310,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     listens: Listens | None = None
 
 
+class Keeps(Message):
+    """Before a `Register` with a report: what it keeps of `rank`, as the report's `kept` would have
+    it. All of them in one message could be too large for one."""
+
+    rank: int
+    kept: tuple[tuple[int, FromWorker], ...]
+
+
 class Register(Message):
     """A node offers itself. `host`: the machine's name. `address`: at which its workers listen.
     `peer_port`: at which its agent listens for its peers, 0 where it doesn't. `domain`: its failure
@@ -460,7 +468,8 @@ class Gone(Message):
 
 
 FromNode = (
-    Register
+    Keeps
+    | Register
     | Joined
     | Probed
     | Said
