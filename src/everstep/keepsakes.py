@@ -14,7 +14,7 @@ Does not know: who lives, what a capsule holds. Loop thread only; nothing blocks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -26,11 +26,14 @@ from everstep.wire.messages import ChaosSpec, Keepsake
 # A rank may have sent its capsule of step k+1 while another still stands at k-1. If that one is the
 # only survivor all go on from there, and a replacement's script begins with what was kept of k-2.
 _CAPSULES_KEPT = 4
+_TAPE_PART_BYTES = 8 << 20  # a tape in one message could be too large for it
+_BORN_WITH = messages.Once, messages.Tape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heritage:
-    """What a rank's new incarnation is given from its earlier ones."""
+    """What a rank's new incarnation is given from its earlier ones. `kept`: all else that is kept
+    of the rank, for its agent: who said it, and what."""
 
     rng_key: bytes | None
     once: dict[str, bytes]
@@ -94,7 +97,7 @@ class Belongings:
         found += self._once.values()
         if self._tape is not None:
             incarnation, items = self._tape
-            found.append((incarnation, messages.Tape(items=tuple(items.values()))))
+            found += [(incarnation, part) for part in _tape_in_parts(items.values())]
         found += self._capsules.values()
         return found
 
@@ -127,6 +130,19 @@ class Belongings:
     def newest(self, step: int) -> int | None:
         """The newest step up to `step` of which there is something."""
         return max((at for at, _ in self._capsules if at <= step), default=None)
+
+
+def _tape_in_parts(items: Iterable[messages.Told]) -> Iterator[messages.Tape]:
+    """At least one, which may be empty."""
+    part: list[messages.Told] = []
+    nbytes = 0
+    for item in items:
+        if part and nbytes + len(item.value) > _TAPE_PART_BYTES:
+            yield messages.Tape(items=tuple(part))
+            part, nbytes = [], 0
+        part.append(item)
+        nbytes += len(item.value)
+    yield messages.Tape(items=tuple(part))
 
 
 def _leaves_behind(capsule: messages.Capsule, other: messages.Capsule) -> bool:
@@ -167,7 +183,7 @@ class Keepsakes:
             once=kept.once,
             faults=tuple(faults),
             tape=kept.tape,
-            kept=tuple(kept.listed()),
+            kept=tuple(each for each in kept.listed() if not isinstance(each[1], _BORN_WITH)),
         )
 
     def after(self, rank: int, step: int) -> tuple[bytes | None, dict[str, bytes]]:

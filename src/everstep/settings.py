@@ -238,10 +238,10 @@ class RunSettings:
     """Seconds that an agent keeps its workers without a coordinator. Their steps go on meanwhile,
     but no recovery does. A machine that reboots is back in five minutes."""
 
-    rejoin_timeout_s: float = 10.0
+    rejoin_timeout_s: float = 30.0
     """Seconds that a coordinator which takes over a running job waits for the nodes that it had;
-    those that have not come are lost then. Several leases and an agent's longest pause between two
-    attempts."""
+    those that have not come are lost then. Long enough for all that they keep to be told over a
+    slow network: only a recovery has to wait for it."""
 
     lease_s: float = 2.0
     """Seconds without a sign of life after which an agent counts as lost. Short, since training

@@ -31,6 +31,7 @@ def node_back(
                 generation=member.generation,
                 joining=member.joining,
                 settled=member.settled,
+                stopped=member.stopped,
                 position=(member.step, member.sections),
                 left_at=member.left_at,
                 finished=member.finished,

@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 NET = "10.79.32"
+_TUN = Path("/dev/net/tun")
 _FIRST = 11
 _MTU = 1500
 _TUNSETIFF, _TUNSETCARRIER = 0x400454CA, 0x400454E2
@@ -173,7 +174,7 @@ class _Switch:
 
 
 def _open_tun(name: str) -> int:
-    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
     return fd
 
@@ -272,6 +273,8 @@ class Lab:
         return self.folder / f"{host}.log"
 
     def _up(self) -> None:
+        if not _TUN.exists():
+            raise RuntimeError(f"there is no {_TUN} on this machine: load the kernel's module tun")
         devices = [f"{self._name}t{host}" for host in range(len(self.hosts))]
         self._switch = subprocess.Popen(
             [sys.executable, __file__, *devices],

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.keepsakes import Belongings
+from everstep.keepsakes import Belongings, Keepsakes
 from everstep.wire import messages as m
 
 Said = tuple[int, m.Keepsake]
@@ -31,9 +32,7 @@ class Rank:
         self.turn += 1
         payload = f"{self.incarnation}/{self.turn}".encode()
         self.say(
-            m.Capsule(
-                step=step, payload=payload, section=section, turn=self.turn, since=self.since
-            )
+            m.Capsule(step=step, payload=payload, section=section, turn=self.turn, since=self.since)
         )
 
     def do(self, what: str, amount: int) -> None:
@@ -185,3 +184,23 @@ def test_a_half_told_list_takes_nothing_away(said: list[Said], data: st.DataObje
     merged = keep(kept.listed(), listed[: data.draw(st.integers(0, len(listed)))], listed)
     for step, sections in capsules_of(keep(said)).items():
         assert capsules_of(merged)[step] == sections
+
+
+def test_a_tape_that_is_long_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.keepsakes._TAPE_PART_BYTES", 100)
+    items = tuple(m.Told(key=str(n), value=bytes(nbytes)) for n, nbytes in enumerate((60, 60, 300)))
+    kept = keep([(2, m.Tape(items=items))])
+    assert kept.listed() == [(2, m.Tape(items=(item,))) for item in items]
+    assert keep(kept.listed()).tape == items
+    assert keep([(2, m.Tape(items=()))]).listed() == [(2, m.Tape(items=()))]
+
+
+def test_what_a_process_is_born_with_is_not_told_its_agent_twice() -> None:
+    keepsakes = Keepsakes()
+    tape, once = (m.Told(key="a", value=b"1"),), m.Once(key="k", value=b"2")
+    capsule = m.Capsule(step=1, payload=b"")
+    for message in (m.Tape(items=tape), once, capsule):
+        keepsakes.take(0, 1, message)
+    heritage = keepsakes.heritage(0, ())
+    assert (heritage.tape, heritage.once) == (tape, {"k": b"2"})
+    assert heritage.kept == ((1, capsule),)

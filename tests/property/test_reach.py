@@ -50,6 +50,14 @@ def test_of_several_sets_the_one_with_most_closed_pairs_goes(closed: set[Pair]) 
             assert pairs(nodes) <= pairs(found)
 
 
+@given(st.permutations([0, 1, 2, 3, 4]))
+def test_of_equals_the_one_that_is_worth_less_goes(worths: list[int]) -> None:
+    worth = dict(enumerate(worths))
+    closed = {(0, 1), (2, 3)}
+    least = frozenset(min(pair, key=worths.__getitem__) for pair in closed)
+    assert fewest(closed, NODES, lambda _: True, worth) == least
+
+
 def test_a_rack_that_is_cut_off_goes_as_a_whole() -> None:
     """Too many for a search: those with most closed pairs."""
     rack = frozenset(range(12))

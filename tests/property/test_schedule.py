@@ -32,6 +32,7 @@ class Job(RuleBasedStateMachine):
         self.ranks: list[Rank] = []
         self.step = 0
         self.first: int | None = None  # the first step that all have copied
+        self.refusing: set[int] = set()
         self.refused = False
 
     @precondition(lambda self: not self.ranks)
@@ -41,8 +42,19 @@ class Job(RuleBasedStateMachine):
         self.ranks = [Rank(Schedule(every)) for _ in range(3)]
 
     @precondition(lambda self: self.ranks)
-    @rule(refused=st.sets(st.integers(0, 2), max_size=1), prompt=st.booleans())
-    def run_a_step(self, refused: set[int], prompt: bool) -> None:
+    @rule(number=st.integers(0, 2))
+    def refuse(self, number: int) -> None:
+        """The rank makes no copy of the next step."""
+        self.refusing, self.refused = {number}, True
+
+    @precondition(lambda self: self.ranks)
+    @rule(steps=st.integers(1, 4), prompt=st.booleans())
+    def run_steps(self, steps: int, prompt: bool) -> None:
+        for _ in range(steps):
+            self.run_a_step(prompt)
+            self.every_loss_is_survived()
+
+    def run_a_step(self, prompt: bool) -> None:
         """`prompt`: all copies have come, and that is known."""
         for rank in self.ranks if prompt else ():
             rank.away |= rank.here
@@ -54,11 +66,10 @@ class Job(RuleBasedStateMachine):
                 rank.away.add(older)
                 self.tell(rank)
         self.step += 1
-        self.refused |= bool(refused)
         wanted = {rank.schedule.wants(self.step) for rank in self.ranks}
         assert len(wanted) == 1, "all know the same"
         for number, rank in enumerate(self.ranks):
-            if wanted == {True} and number not in refused:
+            if wanted == {True} and number not in self.refusing:
                 rank.here &= set(rank.schedule.steps)
                 assert len(rank.here) < AREAS
                 rank.away &= rank.here  # its keeper gives the same to the next copy
@@ -67,6 +78,7 @@ class Job(RuleBasedStateMachine):
                 if not rank.schedule.steps:
                     rank.away.add(self.step)
                     self.tell(rank)
+        self.refusing = set()
         said = [rank.schedule.says(self.step) for rank in self.ranks]
         for rank in self.ranks:
             rank.schedule.agree(self.step, min(made for made, _ in said), min(s for _, s in said))

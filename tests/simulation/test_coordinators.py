@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 from tests.simulation.coverage import Coverage
 
+from everstep.core import events as ev
 from everstep.core import resume, simterms
 from everstep.core.goodput import fold
 from everstep.core.job import Job
 from everstep.core.membership import Membership
 from everstep.core.reclaim import Reclaims
+from everstep.core.rejoined import Rejoined
 from everstep.core.simagents import SimAgent
-from everstep.core.simnodes import SimNode, SimNodes
+from everstep.core.simkeeping import SimKeeping, SimNode
 from everstep.core.simschedule import COORDINATOR_FAULTS, Fence, Schedule, draw_schedule
 from everstep.core.simulate import InvariantError, Outcome, simulate
 
-SCHEDULES = 400  # all with a fault of a coordinator, of about 1,800 that are drawn
+SCHEDULES = 300  # all with a fault of a coordinator, of about 1,400 that are drawn
 
 
 @cache
@@ -54,11 +57,11 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     for outcome in outcomes():
         back.update(returns(outcome))
     print(found.table(), back)
-    assert min(back[True], back[False]) > 100
-    assert Counter(outcome.terms for outcome in outcomes())[3] > 30, "twice in one run"
-    assert found.met["coordinator"] > 20, "an incident for which only its absence is to blame"
-    assert found.met["ended well"] > SCHEDULES * 3 / 4
-    assert found.met["replace peer"] > 10
+    assert min(back[True], back[False]) > 40, back
+    assert sum(outcome.terms > 2 for outcome in outcomes()) > 20, "twice in one run"
+    assert found.met["coordinator"] > 15, "incidents for which only its absence is to blame"
+    assert found.met["ended well"] > SCHEDULES * 2 / 3
+    assert found.met["replace peer"] > 5
 
 
 def test_coordinators_die_and_are_deposed_in_every_phase() -> None:
@@ -117,10 +120,12 @@ def test_a_coordinator_lost_at_every_boundary_of_a_recovery(kind: str) -> None:
 
 def test_one_that_dies_again_and_again_costs_nothing_but_time() -> None:
     base = replace(PAIR, steps=5, spares=0, shards=4, fence="late", slow_s=0.01)
+    terms = Counter[int]()
     for after in range(0, 100, 7):
-        outcome = simulate(replace(base, faults=((after, "crash"),) * 8))
+        outcome = simulate(replace(base, faults=((after, "crash"), *[(20, "crash")] * 8)))
         assert outcome.end.exit_code == 0, (after, outcome.end.text)
-        assert outcome.terms > 3
+        terms[outcome.terms] += 1
+    assert max(terms) > 4, terms
 
 
 def test_steps_go_on_while_there_is_none() -> None:
@@ -157,7 +162,7 @@ def test_a_return_that_disturbs_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_failure_that_is_overlooked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks have a process; that some of them stand still is not looked at."""
 
-    def all_there(job: Job, rejoined: resume.Rejoined) -> bool:
+    def all_there(job: Job, rejoined: Rejoined) -> bool:
         return len(rejoined.members) == job.world_size
 
     monkeypatch.setattr(resume, "_is_undisturbed", all_there)
@@ -165,19 +170,17 @@ def test_a_failure_that_is_overlooked_is_found(monkeypatch: pytest.MonkeyPatch) 
         simulate_all()
 
 
-def test_agents_that_do_not_park_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They report ranks as if in their loops whose peers are gone."""
-    monkeypatch.setattr(SimAgent, "report", _rosy(SimAgent.report))
-    with pytest.raises((InvariantError, AssertionError)):
-        simulate_all()
+def test_agents_that_say_all_is_well_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They report ranks as if these were in their loops."""
+    report = SimAgent.report
 
-
-def _rosy(report):  # type: ignore[no-untyped-def]
-    def rosy(*arguments):  # type: ignore[no-untyped-def]
-        told = report(*arguments)
+    def rosy(agent: SimAgent, node: int, host: str, domain: str) -> ev.NodeBack:
+        told = report(agent, node, host, domain)
         return replace(told, members=tuple(replace(each, settled=True) for each in told.members))
 
-    return rosy
+    monkeypatch.setattr(SimAgent, "report", rosy)
+    with pytest.raises((InvariantError, AssertionError)):
+        simulate_all()
 
 
 def test_what_a_guardian_keeps_and_nobody_asks_for_is_found(
@@ -191,11 +194,10 @@ def test_what_a_guardian_keeps_and_nobody_asks_for_is_found(
 def test_a_capsule_that_no_guardian_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker goes on before it is kept elsewhere, and nobody keeps it."""
 
-    def at_once(_nodes: SimNodes, _node: SimNode, _rank: int, then) -> None:  # type: ignore[no-untyped-def]
+    def at_once(_keeping: SimKeeping, _node: SimNode, _rank: int, then: Callable[[], None]) -> None:
         then()
 
-    monkeypatch.setattr(SimNodes, "_deposit", at_once)
-    monkeypatch.setattr(SimNodes, "has_capsule", lambda *_: True)
+    monkeypatch.setattr(SimKeeping, "deposit", at_once)
     with pytest.raises(InvariantError, match="has no capsule of"):
         lose_nodes_in_fences("early")
 

@@ -55,12 +55,12 @@ def test_nodes_fail_in_every_phase_and_in_the_takeover() -> None:
     phases = ["setting up", "running", "stopping", "regrouping"]
     wanted = [("fell", p) for p in phases] + [("cut", p) for p in phases]
     wanted += [("spare", p) for p in ["gathering", *phases[:3]]]
-    wanted += [("late", p) for p in phases[:3]] + [("stuck", p) for p in phases[1:3]]
+    wanted += [("late", p) for p in phases[:2]] + [("stuck", p) for p in phases[1:3]]
     wanted += [("unlink", p) for p in phases]
     assert {kind for kind, _ in wanted} == set(NODE_FAULTS)
     assert not [each for each in wanted if by_phase[each] < 1], by_phase
-    assert hits["fell", "stopping", "joiner"] >= 5
-    assert hits["cut", "stopping", "joiner"] >= 5
+    assert hits["fell", "stopping", "joiner"] >= 3
+    assert hits["cut", "stopping", "joiner"] >= 2
 
 
 def test_every_event_of_nodes_comes_in_every_phase() -> None:

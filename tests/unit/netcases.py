@@ -76,8 +76,10 @@ class HubCase:
         ports: range = ANY_PORT,
         secret: Secret = SECRET,
         limits: Limits | None = None,
+        may_be_cut_off: bool = False,
     ) -> None:
         self.news = news
+        self.cut_off = 0
         self.joined: list[int] = []
         self.addresses: list[str] = []
         self.got: list[tuple[int, Message]] = []
@@ -92,6 +94,7 @@ class HubCase:
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_refused=self._on_refused,
+            on_cut_off=self._on_cut_off if may_be_cut_off else None,
             limits=limits,
         )
 
@@ -109,6 +112,10 @@ class HubCase:
     def _on_lost(self, peer: int, why: str) -> None:
         assert peer not in [number for number, _ in self.lost]
         self.lost.append((peer, why))
+        self.news.tell()
+
+    def _on_cut_off(self) -> None:
+        self.cut_off += 1
         self.news.tell()
 
     def _on_refused(self, address: str, why: str) -> None:
@@ -134,6 +141,7 @@ class LinkCase:
         self.got: list[Message] = []
         self.lost: list[str] = []
         self.waiting: list[str] = []
+        self.reads = 0
         self.link: Link[Message] = Link(
             host=host,
             port=port,
@@ -143,9 +151,14 @@ class LinkCase:
             on_message=self._on_message,
             on_lost=self._on_lost,
             on_waiting=self._on_waiting,
+            on_read=self._on_read,
             limits=limits,
             find=find,
         )
+
+    def _on_read(self) -> None:
+        self.reads += 1
+        self.news.tell()
 
     def _on_joined(self) -> None:
         self.events.append("joined")

@@ -374,6 +374,22 @@ def test_a_step_that_is_done_again_has_its_copy_made_again(tmp_path: Path) -> No
     run(test())
 
 
+def test_what_an_agent_left_behind_is_not_taken_for_the_jobs(tmp_path: Path) -> None:
+    """A step may have been done again since."""
+
+    async def test() -> None:
+        before, after = Node(tmp_path, 0), Node(tmp_path, 7)
+        await before.shelved(1)
+        assert before.copies._shelf is not None
+        before.copies._shelf.close(keep=True)  # it was killed
+        await after.shelved(2)
+        assert after.copies.held() == ((1, 2),)
+        await after.copies.close()
+        assert list(tmp_path.iterdir()) == []
+
+    run(test())
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_no_copy_is_refused(asked: bool, tmp_path: Path) -> None:
     async def test() -> None:

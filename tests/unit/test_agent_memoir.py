@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.agent import clocks
 from everstep.agent.memoir import Memoirs
 from everstep.types import Cause, CauseKind, Decision, Holding, RankPlan
 from everstep.wire import messages as m
@@ -72,7 +74,10 @@ class Told:
                 self.memoirs.told(rank, 1, message)
 
     def report(self) -> nodes.Report:
-        return self.memoirs.report(term=3, node=7, peers=(), kept={}, copies=())
+        return self.memoirs.report(run_id="r", term=3, node=7, peers=(), copies=())
+
+    def unwritten(self) -> list[nodes.Said]:
+        return [said for part in self.memoirs.unwritten() for said in part.said]
 
     def of(self, rank: int) -> nodes.MemberReport:
         return next(member for member in self.report().members if member.rank == rank)
@@ -94,6 +99,7 @@ def test_a_worker_is_settled_once_it_was_told_to_go(told: Told) -> None:
         generation=0,
         joining=False,
         settled=True,
+        stopped=False,
         step=1,
         sections=0,
         left_at=None,
@@ -106,7 +112,7 @@ def test_a_worker_is_settled_once_it_was_told_to_go(told: Told) -> None:
 
 def test_a_spare_has_no_slot_and_disturbs_nobody() -> None:
     memoirs = Memoirs()
-    assert memoirs.report(term=0, node=0, peers=(), kept={}, copies=()).slot == -1
+    assert memoirs.report(run_id="r", term=0, node=0, peers=(), copies=()).slot == -1
     assert not memoirs.disturbed
 
 
@@ -204,23 +210,59 @@ def test_what_must_be_written_is_kept_until_it_is(told: Told) -> None:
         told.memoirs.said(2, 1, message)
     told.memoirs.said(3, 1, commit(1))
     told.memoirs.written(1)
-    assert [said.message for said in told.report().unwritten] == [
+    assert [said.message for said in told.unwritten()] == [
         note,
         commit(2),
         commit(2, sections=1),
     ]
     told.memoirs.written(2)
-    assert told.report().unwritten == ()
+    assert told.unwritten() == []
 
 
 def test_the_oldest_is_let_go_and_that_is_said(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.agent.memoir._MOST_UNWRITTEN", 3)
+    monkeypatch.setattr("everstep.agent.memoir._MOST_UNWRITTEN_BYTES", 3 * 700)
     for step in range(1, 6):
         told.memoirs.said(2, 1, commit(step))
-    *kept, last = told.report().unwritten
+    *kept, last = told.unwritten()
     assert [said.message for said in kept] == [commit(3), commit(4), commit(5)]
     assert isinstance(last.message, m.Note)
     assert last.message.text.startswith("2 messages of rank 2 are lost")
+
+
+def test_large_ones_are_let_go_sooner_and_told_in_parts(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = [msgspec.structs.replace(commit(step), record=bytes(3000)) for step in range(1, 6)]
+    for message in large:
+        told.both(message)
+    monkeypatch.setattr("everstep.agent.memoir._PART_BYTES", 8000)
+    parts = [[said.message for said in part.said] for part in told.memoirs.unwritten()]
+    assert [len(part) for part in parts] == [2, 2, 2, 2, 2]
+    assert [message for part in parts for message in part] == large + large
+    monkeypatch.setattr("everstep.agent.memoir._PART_BYTES", 10)
+    assert [len(part.said) for part in told.memoirs.unwritten()] == [1] * 10
+    monkeypatch.setattr("everstep.agent.memoir._MOST_UNWRITTEN_BYTES", 8000)
+    told.both(commit(6))
+    assert [said.message for said in told.unwritten() if said.rank == 2][:3] == [
+        *large[-2:],
+        commit(6),
+    ]
+    told.memoirs.written(6)
+    told.both(large[0])  # what is written makes room
+    told.both(large[1])
+    said = [said.message for said in told.unwritten() if said.rank == 3]
+    assert said[:2] == large[:2]
+
+
+def test_times_stay_on_this_hosts_clock(told: Told) -> None:
+    """Which the next coordinator is told with the report."""
+    cause = Cause(kind=CauseKind.EXIT, text="", at_s=1.0)
+    told.memoirs.said(2, 1, m.Fired(index=0, t=2.0))
+    told.memoirs.died(nodes.Died(rank=3, incarnation=1, cause=cause, before_kill=True))
+    report = msgspec.structs.replace(told.report(), unwritten=tuple(told.unwritten()))
+    moved = clocks.report(report, 100.0)
+    assert [died.cause.at_s for died in moved.ended] == [101.0]
+    assert [said.message for said in moved.unwritten] == [m.Fired(index=0, t=102.0)]
 
 
 @given(
@@ -261,5 +303,5 @@ def test_nothing_unwritten_is_forgotten(happenings: list[tuple[str, int]]) -> No
         said.append((rank, message))
         told.memoirs.said(rank, 1, message)
     for rank in steps:
-        kept = [each.message for each in told.report().unwritten if each.rank == rank]
+        kept = [each.message for each in told.unwritten() if each.rank == rank]
         assert kept == [message for r, message in said if r == rank]

@@ -144,13 +144,42 @@ class TestOffers:
         (note,) = case.take()
         assert note == ("note", f"unreached-{OTHER}", f"it can't reach node {OTHER}: why")
         case.peering.unreached(KEEPER, "why")
-        kept, copied, note = case.take()
+        kept, note, copied = case.take()
         assert kept == ("send", 0, 1, m.Kept(turn=3))
         assert copied == ("obey", secured(5))
         assert "kept on no second node meanwhile" in note[2]
         case.peering.joined(KEEPER)
         asked = [done[2] for done in case.take()]
         assert [type(message) for message in asked] == [peers.Deposit]
+
+    def test_nor_is_it_for_what_is_offered_later_until_it_can_be(self, case: Case) -> None:
+        case.peering.unreached(KEEPER, "why")
+        case.take()
+        for step in (5, 6):
+            case.peering.copy_news(offered(step))
+            assert case.take() == [("ask", KEEPER, take(step)), ("obey", secured(step))]
+        case.peering.joined(KEEPER)
+        assert case.take() == []
+        case.peering.copy_news(offered(7))
+        assert case.take() == [("ask", KEEPER, take(7))]
+
+    def test_nor_is_a_node_that_becomes_the_guardian_and_can_not_be(self, case: Case) -> None:
+        case.peering.unreached(OTHER, "why")
+        case.peering.said(0, 1, m.Capsule(step=5, payload=b"", turn=3))
+        case.take()
+        case.began(guardian=OTHER)
+        peers_told, kept, note = case.take()
+        assert peers_told[0] == "peers"
+        assert kept == ("send", 0, 1, m.Kept(turn=3))
+        assert "kept on no second node meanwhile" in note[2]
+        case.peering.said(0, 1, m.Capsule(step=6, payload=b"", turn=4))
+        assert case.take() == [("send", 0, 1, m.Kept(turn=4))]
+
+    def test_a_copy_that_is_overtaken_is_not_waited_for(self, case: Case) -> None:
+        case.peering.copy_news(offered(5))
+        case.take()
+        case.peering.copy_news(offered(6))
+        assert case.take() == [("obey", secured(5)), ("ask", KEEPER, take(6))]
 
 
 class TestTakes:
@@ -191,4 +220,6 @@ class TestTakes:
         capsule = m.Capsule(step=1, payload=b"x")
         case.peering.asked(OTHER, peers.Deposit(number=1, rank=7, incarnation=1, message=capsule))
         assert case.take() == [("answer", OTHER, peers.Deposited(number=1))]
-        assert case.peering.report() == {7: ((1, capsule),)}
+        keeps = nodes.Keeps(rank=7, incarnation=1, message=capsule)
+        assert case.peering.kept() == case.peering.kept((7,)) == [keeps]
+        assert case.peering.kept((6,)) == []

@@ -60,7 +60,7 @@ class Gate:
         )
 
     def _call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
-        assert delay_s > WITHIN_S
+        assert delay_s > WITHIN_S or not self.asked  # a round, or the wait before the first
         self.timer = Timer(call)
         return self.timer
 
@@ -192,11 +192,42 @@ def test_who_comes_later_tries_and_is_refused_alone() -> None:
 
 def test_a_coordinator_that_takes_over_tries_only_who_is_new_to_it() -> None:
     gate = Gate(needed=3, begun=True)
+    for number in range(3):
+        gate.preflight.known(station(number))
+    assert (gate.admitted, gate.asked) == ([], {})
     gate.join(7)
+    assert (gate.admitted, gate.asked) == ([], {7: {0, 1, 2}, 0: {7}, 1: {7}, 2: {7}})
+    gate.answer(0, 1, 2)
+    gate.preflight.probed(7, nodes.Probed(closed=(closed(1),)))
+    assert gate.admitted == []
+    assert "node 7 (host h7, 10.0.0.7) can't reach node 1" in gate.refused[7]
+
+
+def test_one_without_a_slot_that_comes_back_first_waits_for_those_that_it_is_to_try() -> None:
+    gate = Gate(needed=3, begun=True)
+    gate.join(7)
+    for number in range(2):
+        gate.preflight.known(station(number))
+    assert (gate.admitted, gate.asked) == ([], {})
+    timer = gate.timer
+    gate.preflight.known(station(2))
+    assert gate.asked[7] == {0, 1, 2}
+    assert timer is not None
+    assert timer.call is None
+    gate.answer(0, 1, 2, 7)
     assert gate.admitted == [7]
-    gate.join(8)
-    gate.answer(7, 8)
+
+
+def test_nodes_that_come_back_to_a_job_that_had_not_begun_wait_for_each_other_a_moment() -> None:
+    gate = Gate(needed=4, begun=True)
+    gate.join(7, 8)
+    assert gate.admitted == []
+    gate.run_out()
     assert gate.admitted == [7, 8]
+    gate.join(9)
+    assert gate.asked == {9: {7, 8}, 7: {9}, 8: {9}}
+    gate.answer(7, 8, 9)
+    assert gate.admitted == [7, 8, 9]
 
 
 def test_nodes_of_one_host_and_nodes_that_can_not_say_how_are_not_tried() -> None:

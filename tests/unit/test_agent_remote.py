@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgspec
-import msgspec
 import pytest
 
-from everstep.agent import clocks
+from everstep.agent import clocks, remote
 from everstep.agent.fleet import Fleet
+from everstep.agent.preflight import Plan
 from everstep.agent.remote import Registry, RemoteNode
 from everstep.core.coordinator import Coordinator
 from everstep.core.ladder import Policy
 from everstep.core.nodes import Layout
 from everstep.core.overview import Overview
 from everstep.observe.view import View
-from everstep.types import Cause, Record
+from everstep.types import TERM_STRIDE, Cause, CauseKind, Record
 from everstep.wire import nodes
 from everstep.wire.bulk import Offer
-from everstep.wire.messages import Commit, Once, ScriptSpec
+from everstep.wire.messages import Commit, Keepsake, Once, ScriptSpec
 from everstep.wire.network import Link
 from everstep.wire.secret import Secret, make_secret
 
@@ -48,10 +49,9 @@ class FleetOnPaper:
         self.exit_code = 0
         self.nodes: dict[int, RemoteNode] = {}
         self.told: list[tuple[Any, ...]] = []
-        self.waits_for: set[int] = set()
-
-    def expects(self, report: nodes.Report) -> bool:
-        return report.node in self.waits_for
+        self.reconvenes = False
+        self.inhabited = False
+        self.manner = (False, 5.0)
 
     def back(self, host: str, domain: str, report: nodes.Report) -> None:
         self.told.append(("back", host, domain, report))
@@ -68,6 +68,9 @@ class FleetOnPaper:
 
             def probed(self, message: nodes.Probed) -> None:
                 fleet.told.append(("probed", number, message))
+
+            def reclaimed(self, message: nodes.Reclaimed) -> None:
+                fleet.told.append(("reclaimed", number, message))
 
             def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
                 fleet.told.append(("output", number, rank, line))
@@ -119,16 +122,21 @@ class Agent:
         )
 
     async def register(self, name: str = "a", pid: int = 7, **more: Any) -> None:
+        await self.say_who_it_is(name, pid, **more)
+        await until(lambda: bool(self.heard))
+
+    async def say_who_it_is(self, name: str = "a", pid: int = 7, **more: Any) -> None:
         await asyncio.wait_for(self.joined.wait(), 10)
         fields: dict[str, Any] = {"versions": VERSIONS, "domain": "", "boot_id": "b", **more}
         self.link.send(nodes.Register(name=name, host="h", address="1.2.3.4", pid=pid, **fields))
-        await until(lambda: bool(self.heard))
 
 
 class Case:
     """A registry on loopback, and its agents."""
 
-    def __init__(self, term: int = 0, secret: Secret | None = None, port: int = 0) -> None:
+    def __init__(
+        self, term: int = 0, secret: Secret | None = None, port: int = 0, needed: int = 0
+    ) -> None:
         self.secret = secret or make_secret()
         self.fleet = FleetOnPaper()
         self.registry = Registry(
@@ -143,6 +151,7 @@ class Case:
             nproc_per_node=2,
             must_start=False,
             term=term,
+            preflight=Plan(needed=needed, ports="", within_s=5.0 if needed else 0.0),
         )
         self.agents: list[Agent] = []
 
@@ -164,9 +173,9 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def play(act: Callable[[Case], Awaitable[None]], term: int = 0) -> None:
+def play(act: Callable[[Case], Awaitable[None]], term: int = 0, needed: int = 0) -> None:
     async def run() -> None:
-        case = Case(term)
+        case = Case(term, needed=needed)
         try:
             await act(case)
         finally:
@@ -344,17 +353,19 @@ def test_nodes_try_each_other_at_the_fleets_word() -> None:
         await agent.register()
         agent.link.send(nodes.Joined(script_digest="d", listens=listens))
         await case.until_told("joined")
-        case.fleet.waits_for = {9}
-        await back.register(name="b", report=msgspec.structs.replace(report(9), listens=listens))
-        assert [case.fleet.nodes[number].listens for number in (0, 9)] == [listens, listens]
+        case.fleet.reconvenes = True
+        theirs = msgspec.structs.replace(report(9), listens=listens)
+        await back.register(name="b", pid=8, report=theirs)
+        ours = case.fleet.nodes[TERM_STRIDE]
+        assert [ours.listens, case.fleet.nodes[9].listens] == [listens, listens]
         order = nodes.Probe(targets={9: listens}, within_s=1.0, turn=4)
-        case.fleet.nodes[0].probe(order)
+        ours.probe(order)
         await until(lambda: agent.heard[-1] == order)
         answer = nodes.Probed(closed=(), turn=4)
         agent.link.send(answer)
-        assert await case.until_told("probed") == ("probed", 0, answer)
+        assert await case.until_told("probed") == ("probed", TERM_STRIDE, answer)
 
-    play(act)
+    play(act, term=1)
 
 
 def test_times_are_moved_to_the_coordinators_clock() -> None:
@@ -366,35 +377,73 @@ def test_times_are_moved_to_the_coordinators_clock() -> None:
     assert moved.t == 103.0
 
 
-def report(node: int, term: int = 0) -> nodes.Report:
+def said_at(step: int, t: float) -> nodes.Said:
+    commit = Commit(generation=1, step=step, t=t, log={}, record=None)
+    return nodes.Said(rank=1, incarnation=4, message=commit)
+
+
+def test_what_a_node_keeps_of_a_lost_one_is_put_together() -> None:
+    async def act(case: Case) -> None:
+        agent = case.agent()
+        await agent.register()
+        agent.link.send(nodes.Joined(script_digest="d"))
+        await case.until_told("joined")
+        for turn in (1, 2):
+            once: Keepsake = Once(key="k", value=b"%d" % turn)
+            for rank in (3, 4):
+                agent.link.send(nodes.Keeps(rank=rank, incarnation=1, message=once))
+            agent.link.send(nodes.Reclaimed(turn=turn))
+            kept: dict[int, tuple[tuple[int, Keepsake], ...]]
+            kept = dict.fromkeys((3, 4), ((1, once),))
+            answer = ("reclaimed", 0, nodes.Reclaimed(turn=turn, kept=kept))
+            assert await case.until_told(*answer) == answer
+
+    play(act)
+
+
+def report(node: int, term: int = 0, slot: int = 1, run_id: str = "r") -> nodes.Report:
     return nodes.Report(
+        run_id=run_id,
         term=term,
         node=node,
-        slot=1,
+        slot=slot,
         peers=(),
         members=(),
         ended=(),
-        kept={},
-        unwritten=(),
         copies=(),
     )
 
 
 def test_an_agent_of_an_earlier_coordinator_is_adopted_where_it_is_waited_for() -> None:
     async def act(case: Case) -> None:
-        case.fleet.waits_for = {5}
+        case.fleet.reconvenes = True
         agent = case.agent()
         await asyncio.wait_for(agent.joined.wait(), 10)
         for rank in (0, 1):
-            once = Once(key="k", value=b"%d" % rank)
-            agent.link.send(nodes.Keeps(rank=rank, kept=((rank + 1, once),)))
-        await agent.register(domain="rack=1", report=report(5, term=1))
+            for key in ("k", "l"):
+                once = Once(key=key, value=b"%d" % rank)
+                agent.link.send(nodes.Keeps(rank=rank, incarnation=rank + 1, message=once))
+        for step in (1, 2):
+            agent.link.send(nodes.Unwritten(said=(said_at(step, t=3.0),)))
+        clock_s = time.monotonic() - 1e9
+        await agent.register(domain="rack=1", report=report(5, term=1), clock_s=clock_s)
         (welcome,) = agent.heard
         assert isinstance(welcome, nodes.Welcome)
         assert (welcome.node, welcome.term, welcome.adopted) == (5, 2, True)
-        kept = {0: ((1, Once(key="k", value=b"0")),), 1: ((2, Once(key="k", value=b"1")),)}
-        back = ("back", "h", "rack=1", msgspec.structs.replace(report(5, term=1), kept=kept))
-        assert await case.until_told("back") == back
+        _, host, domain, told = await case.until_told("back")
+        assert (host, domain) == ("h", "rack=1")
+        assert told.kept == {
+            0: tuple((1, Once(key=key, value=b"0")) for key in ("k", "l")),
+            1: tuple((2, Once(key=key, value=b"1")) for key in ("k", "l")),
+        }
+        moved_s = 1e9  # the other host's clock is behind
+        times = []
+        for step, said in enumerate(told.unwritten, 1):
+            assert isinstance(said.message, Commit)
+            assert said.message.step == step
+            times.append(said.message.t)
+        assert len(times) == 2
+        assert times[0] == times[1] == pytest.approx(3.0 + moved_s, abs=1000)
         said = Commit(generation=1, step=2, t=3.0, log={}, record=None)
         agent.link.send(nodes.Said(rank=1, incarnation=4, message=said))
         assert await case.until_told("said") == ("said", 5, 1, 4, said)
@@ -404,35 +453,143 @@ def test_an_agent_of_an_earlier_coordinator_is_adopted_where_it_is_waited_for() 
     play(act, term=2)
 
 
-@pytest.mark.parametrize(
-    ("term", "why"),
-    [(2, "its connection was lost"), (1, "the coordinator of term 2 has not waited for it")],
-)
-def test_an_agent_whose_place_was_given_away_is_told_and_begins_as_another(
-    term: int, why: str
-) -> None:
+def test_an_agent_that_was_not_waited_for_is_told_and_begins_as_another() -> None:
     async def act(case: Case) -> None:
         agent = case.agent()
-        await agent.register(report=report(5, term=term))
+        await agent.register(report=report(5, term=1))
         (displaced,) = agent.heard
         assert isinstance(displaced, nodes.Displaced)
-        assert why in displaced.why
+        assert "the coordinator of term 2 has not waited for it" in displaced.why
         assert (await case.until_told("displaced", 5))[2] == displaced.why
+        # How its workers end is heard on the same connection, and is no reason to hang up.
+        cause = Cause(kind=CauseKind.EXIT, text="", signature="")
+        agent.link.send(nodes.Died(rank=1, incarnation=1, cause=cause, before_kill=False))
+        agent.link.send(nodes.Gone())
         agent.heard.clear()
         await agent.register()
         (welcome,) = agent.heard
         assert isinstance(welcome, nodes.Welcome)
         assert (welcome.node, welcome.adopted) == (2_000_000, False)
         assert list(case.fleet.nodes) == [2_000_000]
+        assert not agent.losses
+
+    play(act, term=2)
+
+
+@pytest.mark.parametrize("ended_by", ["loss", "dismissal"])
+def test_a_node_that_this_coordinator_has_lost_is_not_taken_back(ended_by: str) -> None:
+    async def act(case: Case) -> None:
+        case.fleet.reconvenes = True
+        agent = case.agent()
+        await agent.register(report=report(5, term=1))
+        await case.until_told("back")
+        if ended_by == "loss":
+            agent.link.close()
+            await case.until_told("lost", 5)
+        else:
+            case.fleet.nodes[5].dismiss("another has taken its place")
+            await until(lambda: bool(agent.losses))
+        again = case.agent()
+        await again.register(report=report(5, term=2))
+        (displaced,) = again.heard
+        assert isinstance(displaced, nodes.Displaced)
+        assert "its connection was lost, and with it its place" in displaced.why
+        assert len([told for told in case.fleet.told if told[0] == "back"]) == 1
+
+    play(act, term=2)
+
+
+@pytest.mark.parametrize(
+    ("term", "reported", "says"),
+    [
+        (0, report(0), "a coordinator of term 0, and nothing is known of that one here"),
+        (2, report(0, term=2), "a coordinator of term 2, and nothing is known of that one here"),
+        (2, report(0, term=3), "a coordinator of term 3, and nothing is known of that one here"),
+        (2, report(0, run_id="other"), "it has a part in the run other"),
+    ],
+)
+def test_an_agent_with_a_part_in_a_job_that_is_not_known_is_let_be_and_nothing_begins(
+    monkeypatch: pytest.MonkeyPatch, term: int, reported: nodes.Report, says: str
+) -> None:
+    monkeypatch.setattr(remote, "_STRAY_S", 0.0)
+
+    async def act(case: Case) -> None:
+        case.fleet.reconvenes = term > 0
+        agent = case.agent()
+        await agent.say_who_it_is(report=reported)
+        assert says in (await case.until_told("failed"))[1]
+        await until(lambda: bool(agent.losses))
+        assert "this is not its coordinator" in agent.losses[0]
+        assert not agent.heard  # its workers are nobody's to end
+        assert not case.fleet.nodes
+
+    play(act, term=term)
+
+
+def test_a_job_that_has_begun_goes_on_beside_an_agent_that_is_none_of_its() -> None:
+    async def act(case: Case) -> None:
+        case.fleet.inhabited = True
+        ours, stray = case.agent(), case.agent()
+        await ours.register()
+        await stray.say_who_it_is(name="s", pid=9, report=report(0))  # the number of ours, too
+        note = await case.until_told("note")
+        assert "agent s on host h is let be" in note[1]
+        assert not any(told[0] in ("failed", "displaced", "lost") for told in case.fleet.told)
+
+    play(act)
+
+
+def test_one_without_a_slot_is_tried_before_it_is_taken_back() -> None:
+    door = Offer(host="1.2.3.4", port=1, ticket=bytes(16))
+    here, there = (
+        nodes.Listens(door=door, network=network, any_port=2, any_ports=(2, 3)) for network in "ht"
+    )
+
+    async def act(case: Case) -> None:
+        case.fleet.reconvenes = True
+        agents = {number: case.agent() for number in (8, 5, 6)}
+        reports = {}
+        for number, agent in agents.items():
+            slot, listens = (-1, there) if number == 8 else (number - 5, here)
+            told = msgspec.structs.replace(report(number, term=1, slot=slot), listens=listens)
+            reports[number] = told
+            await agent.register(name=f"n{number}", pid=number, report=told)
+        for number in (5, 6):
+            await case.until_told("back", "h", "", reports[number])
+        assert len(case.fleet.told) == 2
+        for number, others in ((8, [5, 6]), (5, [8]), (6, [8])):
+            agent = agents[number]
+            await until(lambda agent=agent: len(agent.heard) == 2)
+            probe = agent.heard[1]
+            assert isinstance(probe, nodes.Probe)
+            assert sorted(probe.targets) == others
+            agent.link.send(nodes.Probed(closed=()))
+        await case.until_told("back", "h", "", reports[8])
+
+    play(act, term=2, needed=2)
+
+
+def test_one_that_comes_back_after_the_end_is_told_and_ends_in_peace() -> None:
+    async def act(case: Case) -> None:
+        case.fleet.ended.set_result(None)
+        case.fleet.exit_code = 3
+        agent = case.agent()
+        all_came = asyncio.ensure_future(case.registry.all_came({5}))
+        await agent.register(report=report(5, term=1))
+        assert agent.heard == [nodes.Finish(terminate=False, wait_s=5.0, exit_code=3)]
+        await asyncio.wait_for(all_came, 10)
+        assert not case.fleet.nodes[5].gone.is_set()
+        agent.link.send(nodes.Gone())
+        await asyncio.wait_for(case.fleet.nodes[5].gone.wait(), 10)
 
     play(act, term=2)
 
 
 def test_numbers_of_another_term_are_never_those_of_an_earlier_one() -> None:
     async def act(case: Case) -> None:
-        case.fleet.waits_for = {0}
-        for name, given in (("a", report(0)), ("b", None), ("c", None)):
-            await case.agent().register(name=name, report=given)
+        case.fleet.reconvenes = True
+        for pid, (name, given) in enumerate((("a", report(0)), ("b", None), ("c", None))):
+            await case.agent().register(name=name, pid=pid, report=given)
         assert list(case.fleet.nodes) == [0, 1_000_000, 1_000_001]
 
     play(act, term=1)

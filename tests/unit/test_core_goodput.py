@@ -277,35 +277,13 @@ def test_records_of_later_versions_are_passed_over() -> None:
     assert fold([*WHOLE[:5], line(8.5, "news", what=1), *WHOLE[5:]]) == fold(WHOLE)
 
 
-def resumed_at(t: float, boot_id: str = "one", wall_time: float = 0.0) -> list[R]:
-    which: dict[str, Any] = {"term": 1, "step": 2, "boot_id": boot_id, "wall_time": wall_time}
-    return [
-        line(t, "coordinator_started", **which),
-        line(t + 0.5, "coordinator_resumed", term=1, generation=0, undisturbed=False, text=""),
-    ]
-
-
 def test_an_incident_goes_on_under_the_next_coordinator() -> None:
     """What was done before it came counts for the stages that it did again."""
     before = [OPENED, line(9.75, "stopped", incident=1, generation=0)]
-    ledger = fold([*HEAD, FIRED, *before, *resumed_at(9.8), *RECOVERY, *TAIL])
+    resumed = line(9.8, "coordinator_resumed", term=1, generation=0, undisturbed=False, text="")
+    ledger = fold([*HEAD, FIRED, *before, resumed, *RECOVERY, *TAIL])
     sums(ledger)
     (entry,) = ledger.incidents
     assert (entry.total_s, entry.closed) == (7.0, True)
     assert entry.stages[Stage.STOP] == 0.5
     assert ledger.wall_s == 20.0
-
-
-@pytest.mark.parametrize(("wall_s", "begins_s"), [(107.0, 15.0), (50.0, 8.0)])
-def test_a_coordinator_with_another_clock(wall_s: float, begins_s: float) -> None:
-    """The first begins at 92 s by the wall, and has written until 8 s by its own clock. The wall
-    may have been set back."""
-    (first, _), second = resumed_at(0.0, wall_time=92.0), resumed_at(3.0, "two", wall_s)
-    opened = {**OPENED, "t": 4.0, "cause": cause(at_s=3.75)}
-    later = [{**record, "t": record["t"] - 5.0} for record in [*RECOVERY, *TAIL]]
-    ledger = fold([first, *HEAD, *second, opened, *later])
-    sums(ledger)
-    (entry,) = ledger.incidents
-    assert entry.stages[Stage.DETECT] == 0.25
-    assert entry.total_s == 7.25
-    assert ledger.wall_s == begins_s + 12.0

@@ -14,7 +14,7 @@ from everstep.core import events as ev
 from everstep.core.goodput import fold
 from everstep.core.ladder import Incident
 from everstep.core.past import recall
-from everstep.types import TERM_STRIDE, Cause, CauseKind, StateFrom
+from everstep.types import TERM_STRIDE, Cause, CauseKind, Holding, StateFrom
 
 FIRST = TERM_STRIDE  # what the coordinator of term 1 numbers anew begins here
 HOLDERS = {slot: ev.Holder(node=slot, host=f"h{slot}") for slot in range(2)}
@@ -25,7 +25,8 @@ class Resuming(OnNodes):
     one went, and had committed step 7."""
 
     def __init__(self, nnodes: int = 2, spares: int = 0, shards: int = 1, **policy: Any) -> None:
-        super().__init__(nnodes, spares, shards, **policy)
+        limits = {"rejoin_timeout_s": 10.0, "silence_timeout_s": 300.0} | policy
+        super().__init__(nnodes, spares, shards, **limits)
         self.incarnations = [1] * self.world_size
 
     def resume(self, recorded: int = 7, **more: Any) -> Resuming:
@@ -75,8 +76,9 @@ class Resuming(OnNodes):
 def test_where_all_have_gone_on_nobody_is_disturbed() -> None:
     d = Resuming().resume()
     assert d.coordinator.reconvenes
-    assert d.due_s == 110.0
+    assert d.due_s == 400.0  # until somebody has come
     assert d.back(1) == []
+    assert d.due_s == 110.0
     d.back(0)
     assert [type(action) for action in d.last] == [do.Record]
     assert d.resumed == {
@@ -102,6 +104,52 @@ def test_steps_that_were_made_meanwhile_are_written_down() -> None:
     d.commit(1, 8)
     d.commit(3, 8)
     assert [line["step"] for line in d.journal("step")] == [6, 7, 8]
+
+
+def test_who_was_stopped_is_not_found_running_whatever_it_restores() -> None:
+    d = Resuming().resume()
+    stopped = d.member(1, settled=False, stopped=True)
+    d.back(0, members=(d.member(0), stopped))
+    d.tell(ev.Restored(**d.who(1), generation=3, ok=True))
+    d.back(1)
+    assert not d.resumed["undisturbed"]
+
+
+def test_who_parks_after_it_was_reported_is_not_found_running() -> None:
+    d = Resuming().resume()
+    d.back(0)
+    d.tell(ev.Parked(**d.who(1), generation=3, holding=Holding(committed=7)))
+    d.back(1)
+    assert not d.resumed["undisturbed"]
+
+
+def test_who_parks_once_all_are_found_running_stops_them() -> None:
+    d = Resuming().resume()
+    d.back(0)
+    d.back(1)
+    assert d.resumed["undisturbed"]
+    d.tell(ev.Parked(**d.who(1), generation=3, holding=Holding(committed=7)))
+    (stop,) = [action for action in d.last if isinstance(action, do.SendStop)]
+    assert stop.generation == 3
+    for rank in (0, 2, 3):
+        d.tell(ev.Parked(**d.who(rank), generation=3, holding=Holding(committed=7)))
+    assert any(isinstance(action, do.SendRegroup) for action in d.last)
+
+
+def test_a_stop_that_is_asked_for_waits_for_those_who_must_be_told() -> None:
+    d = Resuming().resume()
+    d.back(0)
+    assert d.tell(ev.StopAsked(signal=2)) == []
+    d.back(1)
+    (end,) = [action for action in d.last if isinstance(action, do.End)]
+    assert end.exit_code == 130
+
+
+def test_a_second_stop_waits_for_nobody() -> None:
+    d = Resuming().resume()
+    d.tell(ev.StopAsked(signal=2))
+    (end,) = [a for a in d.tell(ev.StopAsked(signal=2)) if isinstance(a, do.End)]
+    assert end.exit_code == 130
 
 
 def test_what_is_said_while_others_are_awaited_counts() -> None:
@@ -518,3 +566,63 @@ def test_a_slot_that_is_empty_by_the_journal_is_not_lost_again() -> None:
     assert not r.journal("node_lost")
     assert not r.journal("incident_cause")
     assert r.one(do.SendStop).to == ((0, 1), (1, 1))
+
+
+def test_a_loss_belongs_to_the_incident_that_is_open_or_opens_with_it() -> None:
+    d = OnNodes(nnodes=2, spares=2).at()
+    d.die(0)
+    d.lose(1)
+    d.parks(1)
+    for rank in (0, 2, 3):
+        d.join(rank)
+    d.regroup()
+    d.run_to(5, first=5)
+    assert d.journal("incident_closed")[0]["rung"] == "replace"
+    d.die(0)
+    incident = recall(_stamped(d)).open_incident
+    assert incident is not None
+    assert not incident.replaced
+
+
+# -------------------------------------------------------------------- what guardians keep
+
+
+def test_what_belongs_to_ranks_of_a_lost_node_is_asked_for_before_they_are_led_on() -> None:
+    d = OnNodes(nnodes=3, spares=1).at()
+    d.answers = False
+    d.lose(1)
+    for rank in (2, 3):
+        d.join(rank)
+    d.parks(0, 1, 4)
+    assert not d.got(do.Reclaim)
+    d.parks(5)
+    asked = d.one(do.Reclaim)
+    assert (asked.ranks, asked.nodes) == ((2, 3), (0, 2, 3))
+    assert not d.got(do.SendPosition)
+    for node in (0, 2):
+        d.tell(ev.Reclaimed(node=node, turn=asked.turn))
+    d.tell(ev.Reclaimed(node=3, turn=asked.turn - 1))  # of another time
+    assert not d.got(do.SendPosition)
+    d.tell(ev.Reclaimed(node=3, turn=asked.turn))
+    assert [position.rank for position in d.got(do.SendPosition)] == [2, 3]
+
+
+def test_one_that_is_lost_before_it_answers_is_not_waited_for() -> None:
+    d = OnNodes(nnodes=3, spares=2).at()
+    d.answers = False
+    d.lose(1)
+    d.parks(0, 1, 4, 5)
+    first = d.one(do.Reclaim)
+    d.lose(2)
+    again = d.one(do.Reclaim)
+    assert again.turn > first.turn
+    assert (again.ranks, again.nodes) == ((2, 3, 4, 5), (0, 3, 4))
+
+
+def test_nobody_is_asked_where_all_nodes_live() -> None:
+    d = OnNodes(nnodes=2).at()
+    d.answers = False
+    d.die(0)
+    d.parks(1, 2, 3)
+    d.recover(0)
+    assert not d.got(do.Reclaim, everything=True)

@@ -8,7 +8,7 @@ from tests.unit.test_core_nodes import OnNodes
 
 from everstep.core import actions as do
 from everstep.core import events as ev
-from everstep.types import CauseKind
+from everstep.types import Cause, CauseKind
 
 HOW = "10.0.0.2 -> 10.0.0.3:29403: no connection (timed out)"
 PAIR = f"node 1 (host h1) and node 2 (host h2) do not reach each other ({HOW})"
@@ -206,6 +206,30 @@ def test_the_wait_ends_with_the_pair_s_name(wait_s: float) -> None:
     assert "--spare-wait" in d.ended.text
     assert d.ended.cause is not None
     assert d.ended.cause.text == PAIR
+
+
+def test_who_holds_no_state_yet_goes_first() -> None:
+    """A replacement that has not fetched is worth less than who it was to fetch from."""
+    d = Severed(spares=2)
+    d.lose(0)
+    d.parks(2, 3, 4, 5)
+    for rank in (0, 1):
+        d.join(rank)
+    d.fault(2, 5, broken())
+    probe = d.one(do.Probe)
+    for rank in d.ranks:
+        d.park(rank, 4 if rank > 1 else 0, torn=rank < 2)
+    d.answer(probe, by1={3: HOW})
+    assert [record["node"] for record in d.journal("node_lost")] == [0, 3]
+
+
+def test_a_hang_that_is_found_meanwhile_explains_the_failure() -> None:
+    d = Severed()
+    probe = d.regroup_fails()
+    d.parks(*d.ranks)
+    d.fault(0, 5, Cause(kind=CauseKind.WORKER, text="it can't go on"))
+    d.answer(probe, by1={2: HOW})
+    assert not d.journal("node_lost")
 
 
 def test_who_alone_holds_a_shard_stays() -> None:

@@ -19,12 +19,14 @@ from everstep.errors import TransientError, UserError
 from everstep.launch.etcd import EtcdLease
 from everstep.launch.etcd_client import EtcdAddress, EtcdClient, Put, Unchanged, parse_address
 from everstep.launch.lease import (
+    LOCK_FILE,
     TERM_FILE,
     Countdown,
     InPlace,
     LeaseHeld,
     LeaseLost,
     Place,
+    at_rest,
     found,
     make_finder,
     make_lease,
@@ -106,6 +108,20 @@ async def test_in_place_a_foreign_file_is_named_and_nothing_is_held(tmp_path: Pa
         await InPlace(tmp_path).acquire(0)
     (tmp_path / TERM_FILE).unlink()
     await (await InPlace(tmp_path).acquire(0)).release()
+
+
+@on_a_loop
+async def test_in_place_one_can_see_to_it_that_nobody_begins(tmp_path: Path) -> None:
+    tenancy = await InPlace(tmp_path).acquire(0)
+    with at_rest(tmp_path) as free:
+        assert not free
+    await tenancy.release()
+    with at_rest(tmp_path) as free:
+        assert free
+        with pytest.raises(LeaseHeld):
+            await InPlace(tmp_path).acquire(0)
+    await (await InPlace(tmp_path).acquire(0)).release()
+    assert (tmp_path / LOCK_FILE).stat().st_mode & 0o077 == 0
 
 
 def test_without_the_extra_it_says_what_to_install(

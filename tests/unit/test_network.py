@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -217,6 +218,47 @@ async def test_silence_is_a_loss_for_both_when_the_lease_runs_out() -> None:
         assert "nothing was heard of it for 0.3 s" in hub.lost[0][1]
         assert link.lost == ["nothing was heard of the coordinator for 0.3 s"]
         link.link.close()
+    hub.hub.close()
+
+
+@on_a_loop
+async def test_a_hub_that_hears_nobody_any_more_takes_itself_for_cut_off() -> None:
+    news = News()
+    hub = HubCase(news, limits=HASTY, may_be_cut_off=True)
+    with Rogue(hub.hub.port) as one, Rogue(hub.hub.port) as other:
+        one.hello()
+        other.hello()
+        await news.until(lambda: len(hub.joined) == 2)
+        await news.until(lambda: hub.cut_off)
+        assert hub.lost == []
+    hub.hub.close()
+
+
+@on_a_loop
+async def test_a_hub_that_stood_still_knows_it_before_it_loses_who_hung_up() -> None:
+    news = News()
+    hub = HubCase(news, limits=HASTY, may_be_cut_off=True)
+    with Rogue(hub.hub.port) as one:
+        one.hello()
+        await news.until(lambda: hub.joined)
+    time.sleep(2 * HASTY.lease_s)  # the loop stands still, as in a process that was stopped
+    await news.until(lambda: hub.cut_off or hub.lost)
+    assert hub.cut_off
+    hub.hub.close()
+
+
+@on_a_loop
+async def test_a_hub_that_hears_somebody_is_not_cut_off() -> None:
+    news = News()
+    hub = HubCase(news, limits=HASTY, may_be_cut_off=True)
+    link = LinkCase(news, hub.hub.port, limits=HASTY)
+    await news.until(lambda: hub.joined)
+    with Rogue(hub.hub.port) as silent:
+        silent.hello()
+        await news.until(lambda: hub.lost)
+        assert "nothing was heard of it for 0.3 s" in hub.lost[0][1]
+        assert (link.lost, hub.cut_off) == ([], 0)
+    link.link.close()
     hub.hub.close()
 
 
@@ -587,6 +629,43 @@ async def test_an_exception_in_a_callback_does_not_stop_the_messages() -> None:
     link.link.close()
     hub.hub.close()
     assert told == ["message 0", "message 1", "message 2"]
+
+
+@on_a_loop
+async def test_what_is_too_large_when_the_link_joins_is_not_blamed_on_the_hub() -> None:
+    news = News()
+    hub = HubCase(news, limits=Limits(max_message_bytes=1000))
+    link = LinkCase(news, hub.hub.port)
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: told.append(str(context["exception"]))
+    )
+
+    def say_too_much() -> None:
+        link.link.send(Blob(bytes(2000)))
+
+    link.link.on_joined = say_too_much
+    await news.until(lambda: hub.joined)
+    assert hub.hub.send(0, Ping(1))
+    await news.until(lambda: link.got)
+    assert link.lost == []
+    link.link.close()
+    hub.hub.close()
+    assert len(told) == 1
+    assert told[0].startswith("a Blob of")
+
+
+@on_a_loop
+async def test_who_sends_is_told_when_it_is_read() -> None:
+    news = News()
+    hub = HubCase(news)
+    link = LinkCase(news, hub.hub.port)
+    await news.until(lambda: link.events)
+    link.link.send(Blob(bytes(1000)))
+    assert link.link.unread_bytes > 1000
+    await news.until(lambda: link.reads and not link.link.unread_bytes)
+    link.link.close()
+    hub.hub.close()
 
 
 CHILD = """

@@ -89,7 +89,7 @@ def test_phases_have_their_own_deadlines(phase: Phase, limit_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "phase", [Phase.SETUP, Phase.PARKED, Phase.RECOVER, Phase.CLOSING, Phase.FINISHED]
+    "phase", [Phase.SETUP, Phase.PARKED, Phase.RECOVER, Phase.CLOSING, Phase.FINISHED, Phase.COPY]
 )
 def test_some_phases_have_none_here(phase: Phase) -> None:
     case = Case()

@@ -30,7 +30,7 @@ from everstep.agent.neighbours import Neighbours
 from everstep.agent.node import failures_go_to
 from everstep.agent.peering import Peering, events_for
 from everstep.agent.tenure import AgentSettings, Ending, Tenure
-from everstep.errors import TransientError
+from everstep.errors import TransientError, UserError
 from everstep.wire import nodes
 from everstep.wire.network import Link
 from everstep.wire.secret import Secret
@@ -76,6 +76,7 @@ class _Agent:
             on_message=self._take,
             on_lost=self._lost,
             on_waiting=self._waiting,
+            on_read=self._read,
             find=None if self._settings.where is None else self._find,
         )
         neighbours: Neighbours | None = None
@@ -116,9 +117,15 @@ class _Agent:
 
     async def _find(self) -> tuple[str, int]:
         """Where the coordinator is now. Raises TransientError; a UserError, when that may not be
-        asked for, ends the agent by way of `_failed`."""
+        asked for, ends the agent by way of `_failed`. But not one with workers, which go on: what
+        is amiss may be mended in time."""
         assert self._settings.where is not None
-        place = await self._settings.where()
+        try:
+            place = await self._settings.where()
+        except UserError as error:
+            if self._tenure is None or not self._tenure.absent:
+                raise
+            raise TransientError(str(error)) from error
         if place is None:
             raise TransientError("nobody coordinates the job now: its lease is free")
         host, port, term = place
@@ -175,6 +182,12 @@ class _Agent:
 
     def _waiting(self, why: str) -> None:
         self._why_not = why
+        if self._tenure is not None:
+            self._tenure.waiting(why)
+
+    def _read(self) -> None:
+        if self._tenure is not None:
+            self._tenure.read()
 
     def _leave(self, number: int) -> None:
         """A signal asks for the end; the second, or that of a launcher that is dead, at once."""

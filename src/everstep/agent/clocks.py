@@ -2,7 +2,8 @@
 
 Every host has its own monotonic clock, and all that is decided and written to the journal is on the
 coordinator's. An agent measures the difference once, when it registers: the answer's time, less
-half of the round trip, against its own. On one host there is one clock, which is known by the
+half of the round trip, against its own. What it reports before it has the answer is moved by the
+coordinator, which knows only when it came. On one host there is one clock, which is known by the
 kernel's boot id, and the difference is exactly 0. Drift between clocks of real hosts is some
 milliseconds in a minute at most; nothing is decided by such times, they only cut an incident into
 stages. Pure, but for the reading of the boot id.
@@ -17,7 +18,7 @@ import msgspec
 
 from everstep.core.hang import Evidence
 from everstep.types import Cause
-from everstep.wire import messages
+from everstep.wire import messages, nodes
 from everstep.wire.messages import FromWorker
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -58,4 +59,16 @@ def evidence(seen: tuple[Evidence, ...], offset_s: float) -> tuple[Evidence, ...
     return tuple(
         each if each.since_s is None else replace(each, since_s=each.since_s + offset_s)
         for each in seen
+    )
+
+
+def report(told: nodes.Report, offset_s: float) -> nodes.Report:
+    """What an agent reports, likewise."""
+    replaced = msgspec.structs.replace
+    return replaced(
+        told,
+        ended=tuple(replaced(died, cause=cause(died.cause, offset_s)) for died in told.ended),
+        unwritten=tuple(
+            replaced(said, message=message(said.message, offset_s)) for said in told.unwritten
+        ),
     )

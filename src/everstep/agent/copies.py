@@ -373,6 +373,8 @@ class Copies:
         if self._shelf is None:
             budget = measure(self._shm_dir)
             self._shelf = Shelf(self._shm_dir, self._run_id, self._node, budget)
+            # What an agent of this job has left here may be of a step that was done again since.
+            self._shelf.retain(())
         return self._shelf.begin(rank=rank, incarnation=incarnation, nbytes=nbytes, keep=keep)
 
     async def _furnish(self, area: Area) -> None:

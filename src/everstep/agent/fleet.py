@@ -166,9 +166,20 @@ class Fleet:
         events.NodeJoined has them."""
         self._shell.node_joined(number, host, domain, ranks)
 
-    def expects(self, report: nodes.Report) -> bool:
-        """Whether the job still waits for the node that reports this."""
-        return self._shell.reconvenes and report.node not in self._nodes
+    @property
+    def reconvenes(self) -> bool:
+        """The job was taken over, and waits for its nodes."""
+        return self._shell.reconvenes
+
+    @property
+    def peopled(self) -> bool:
+        """There is a node."""
+        return bool(self._nodes)
+
+    @property
+    def inhabited(self) -> bool:
+        """Some node has a worker."""
+        return bool(self._homes)
 
     def back(self, host: str, domain: str, report: nodes.Report) -> None:
         """A node that had a part in the job under an earlier coordinator has come back, and has
@@ -191,6 +202,13 @@ class Fleet:
         self._started = True
         self._shell.resume(resumed, fired)
 
+    def over(self, end: actions.End) -> None:
+        """The job has ended under an earlier coordinator; some nodes may not know."""
+        number = end.exit_code - 128
+        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._asked_by = number
+        self.end(end)
+
     def leave(self) -> None:
         """Do nothing more for the job, which goes on."""
         self._shell.stop()
@@ -198,6 +216,7 @@ class Fleet:
     def stop_asked(self, number: int) -> None:
         """Signal `number` asks the job to end: the first time in order, the second time at once."""
         if self._asked_by is not None:
+            self._shell.stop_asked(number)
             for node in self._nodes.values():
                 node.hurry()
             return
@@ -239,8 +258,7 @@ class Fleet:
         Raises EverstepError if a process cannot be ended.
         """
         self._shell.stop()
-        terminate = self._asked_by is not None
-        wait_s = self._settings.grace_s if terminate or self.exit_code == 0 else 0.0
+        terminate, wait_s = self.manner
         closings = [node.close(terminate=terminate, wait_s=wait_s) for node in self._nodes.values()]
         outcomes = await asyncio.gather(*closings, return_exceptions=True)
         if self.ended.done() and not self.ended.cancelled():
@@ -248,6 +266,12 @@ class Fleet:
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
+
+    @property
+    def manner(self) -> tuple[bool, float]:
+        """How workers are ended now: whether by SIGTERM first, and the seconds that they have."""
+        terminate = self._asked_by is not None
+        return terminate, self._settings.grace_s if terminate or self.exit_code == 0 else 0.0
 
     @property
     def exit_code(self) -> int:

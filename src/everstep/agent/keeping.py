@@ -181,7 +181,7 @@ class Keeping:
 
     # ------------------------------------------------------------ what is asked
 
-    def report(self) -> dict[int, tuple[tuple[int, FromWorker], ...]]:
+    def report(self) -> dict[int, tuple[tuple[int, Keepsake], ...]]:
         """All that is kept here, as nodes.Report has it."""
         return {rank: tuple(self._kept[rank].listed()) for rank in sorted(self._kept)}
 

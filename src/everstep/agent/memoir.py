@@ -4,7 +4,8 @@ Theory of operation: the agent sees all that is said to and by its workers. Of t
 worker, what makes up its place in the job: in which world it is, what it has committed, whether it
 runs in that world or was stopped in it. What ranks say that must be written down (commits with
 their scalars and records, results, notes, faults that fired) is kept until the coordinator says
-that it is: it may be lost with the coordinator, or said while there is none.
+that it is: it may be lost with the coordinator, or said while there is none. All times stay on
+this host's clock: the next coordinator's is not known yet.
 
 It does not know the connection, nor what a coordinator makes of it. Pure state; loop thread only.
 """
@@ -12,8 +13,11 @@ It does not know the connection, nor what a coordinator makes of it. Pure state;
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
 
 from everstep.wire import messages, nodes
 from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
@@ -26,7 +30,12 @@ _MUST_BE_WRITTEN = (
     messages.Fired,
     messages.Note,
 )
-_MOST_UNWRITTEN = 10_000  # of a rank; a day without a coordinator must not cost the host's memory
+# Of a rank; a day without a coordinator must not cost the host's memory. Half an hour of thirty
+# steps a second, with some scalars each.
+_MOST_UNWRITTEN_BYTES: Final = 32 << 20
+_OVERHEAD_BYTES: Final = 512  # of a message in memory, beside its own
+_PART_BYTES: Final = 4 << 20  # of a message to the coordinator, which may have sixteen times that
+_encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True)
@@ -50,10 +59,17 @@ class _Life:
 
 @dataclass(slots=True)
 class _Unwritten:
-    """What one rank said that is not known to be written. `dropped`: how much of it was let go."""
+    """What one rank said that is not known to be written, each with its size. `dropped`: how many
+    of these were let go."""
 
-    said: deque[nodes.Said] = field(default_factory=deque)
+    said: deque[tuple[int, nodes.Said]] = field(default_factory=deque)
+    nbytes: int = 0
     dropped: int = 0
+
+    def pop(self) -> None:
+        """Forget the oldest."""
+        nbytes, _ = self.said.popleft()
+        self.nbytes -= nbytes
 
 
 class Memoirs:
@@ -133,9 +149,9 @@ class Memoirs:
         """All commits up to `step`, and what was said before them, are written."""
         for unwritten in self._unwritten.values():
             said = unwritten.said
-            done = [n for n, each in enumerate(said) if _is_commit_up_to(each, step)]
+            done = [n for n, (_, each) in enumerate(said) if _is_commit_up_to(each, step)]
             for _ in range(done[-1] + 1 if done else 0):
-                said.popleft()
+                unwritten.pop()
 
     @staticmethod
     def _stop(life: _Life, generation: int) -> None:
@@ -144,9 +160,11 @@ class Memoirs:
 
     def _keep(self, said: nodes.Said) -> None:
         unwritten = self._unwritten.setdefault(said.rank, _Unwritten())
-        unwritten.said.append(said)
-        if len(unwritten.said) > _MOST_UNWRITTEN:
-            unwritten.said.popleft()
+        nbytes = len(_encoder.encode(said)) + _OVERHEAD_BYTES
+        unwritten.said.append((nbytes, said))
+        unwritten.nbytes += nbytes
+        while unwritten.nbytes > _MOST_UNWRITTEN_BYTES:
+            unwritten.pop()
             unwritten.dropped += 1
 
     # ------------------------------------------------------------ what is asked
@@ -178,11 +196,12 @@ class Memoirs:
         term: int,
         node: int,
         peers: tuple[int, ...],
-        kept: dict[int, tuple[tuple[int, FromWorker], ...]],
         copies: Iterable[tuple[int, int]],
         listens: nodes.Listens | None = None,
+        run_id: str = "",
     ) -> nodes.Report:
-        """All of it. The other arguments are as nodes.Report has them."""
+        """All of it, but for what may not be written. The arguments are as nodes.Report has
+        them."""
         return nodes.Report(
             term=term,
             node=node,
@@ -195,6 +214,7 @@ class Memoirs:
                     generation=life.generation,
                     joining=life.joining,
                     settled=life.settled,
+                    stopped=life.stopped >= life.generation,
                     step=life.position[0],
                     sections=life.position[1],
                     left_at=life.left_at,
@@ -205,13 +225,26 @@ class Memoirs:
                 for (rank, incarnation), life in sorted(self._lives.items())
             ),
             ended=tuple(self._ended[rank] for rank in sorted(self._ended)),
-            kept=kept,
-            unwritten=tuple(each for rank in sorted(self._unwritten) for each in self._said(rank)),
             copies=tuple(copies),
             listens=listens,
+            run_id=run_id,
         )
 
-    def _said(self, rank: int) -> Iterable[nodes.Said]:
+    def unwritten(self) -> Iterator[nodes.Unwritten]:
+        """What may not be written, in parts that a message can hold."""
+        part: list[nodes.Said] = []
+        part_bytes = 0
+        for rank in sorted(self._unwritten):
+            for nbytes, said in self._said(rank):
+                if part and part_bytes + nbytes > _PART_BYTES:
+                    yield nodes.Unwritten(said=tuple(part))
+                    part, part_bytes = [], 0
+                part.append(said)
+                part_bytes += nbytes
+        if part:
+            yield nodes.Unwritten(said=tuple(part))
+
+    def _said(self, rank: int) -> Iterator[tuple[int, nodes.Said]]:
         unwritten = self._unwritten[rank]
         yield from unwritten.said
         if unwritten.dropped:
@@ -220,7 +253,7 @@ class Memoirs:
                 "for so long that the oldest had to be let go"
             )
             note = messages.Note(key=f"unwritten-{rank}", text=text)
-            yield nodes.Said(rank=rank, incarnation=0, message=note)
+            yield _OVERHEAD_BYTES, nodes.Said(rank=rank, incarnation=0, message=note)
 
 
 def _is_commit_up_to(said: nodes.Said, step: int) -> bool:

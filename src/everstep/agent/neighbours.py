@@ -36,8 +36,9 @@ class Events:
     `on_joined(node)`: this node can ask that one. `on_lost(node, why)`: it can't any more, and what
     was asked since may not have arrived, or is not answered. The two take turns.
     `on_unreached(node, why)`: a connection has been wanted for `Limits.connect_s` and is not there;
-    told once, until it is. `on_asked(node, message)`, `on_answered(node, message)`: what a node
-    asks of this one, and what it answers. `on_refused(address, why)`: of strangers, as Hub has it.
+    told once, until it is, whoever wants it meanwhile. `on_asked(node, message)`,
+    `on_answered(node, message)`: what a node asks of this one, and what it answers.
+    `on_refused(address, why)`: of strangers, as Hub has it.
     """
 
     on_joined: Callable[[int], None]

@@ -7,8 +7,8 @@ is offered again when the connection has been lost and stands again; who is offe
 has taken, or is about to, only says so. The coordinator hears of copies too, and first: no rank can
 commit a step of which it is not about to know the copies.
 
-When a guardian or a keeper can't be reached nobody waits for it: what is kept is then on one node
-only, and a note says so.
+When a guardian or a keeper can't be reached nobody waits for it, until it is: what is kept is then
+on one node only, and a note says so.
 
 It does not know which node is whose guardian or keeper, nor what is said to workers and why. Loop
 thread only.
@@ -17,7 +17,7 @@ thread only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from everstep.agent.keeping import Keeping
 from everstep.agent.neighbours import Events, Neighbours
@@ -59,6 +59,7 @@ class Peering:
         self._newest: nodes.Peers | None = None
         self._offered: list[nodes.Offered] = []  # and not answered yet
         self._taken: dict[int, list[_Taken]] = {}  # by rank, the newest
+        self._unreached: dict[int, str] = {}  # who can't be reached, and why
         neighbours.begin(number)
 
     @property
@@ -66,9 +67,14 @@ class Peering:
         """The nodes of the newest generation of which this one was told."""
         return () if self._newest is None else tuple(sorted(self._newest.addresses))
 
-    def report(self) -> dict[int, tuple[tuple[int, FromWorker], ...]]:
-        """What is kept here, as nodes.Report has it."""
-        return self._keeping.report()
+    def kept(self, ranks: Container[int] | None = None) -> list[nodes.Keeps]:
+        """What is kept here: of `ranks`, or of all."""
+        return [
+            nodes.Keeps(rank=rank, incarnation=incarnation, message=message)
+            for rank, kept in self._keeping.report().items()
+            if ranks is None or rank in ranks
+            for incarnation, message in kept
+        ]
 
     # ------------------------------------------------------------ what happens here
 
@@ -87,14 +93,24 @@ class Peering:
         self._taken.clear()
         self._neighbours.peers(order)
         self._keeping.peers(order)
+        for node in self._unreached.keys() - order.addresses.keys():
+            del self._unreached[node]
+        if order.guardian in self._unreached:  # which is not told again
+            self._not_kept(order.guardian)
 
     def copy_news(self, news: nodes.CopyNews) -> None:
         """Something about copies, for whom it concerns."""
         match news:
             case nodes.Offered(to=to, take=take):
-                self._offered = [o for o in self._offered if not _overtakes(news, o)]
-                self._offered.append(news)
+                overtaken = [o for o in self._offered if _overtakes(news, o)]
+                self._offered = [o for o in self._offered if o not in overtaken]
+                for before in overtaken:
+                    self._settled(before.take)
                 self._neighbours.ask(to, take)
+                if to in self._unreached:
+                    self._settled(take)
+                else:
+                    self._offered.append(news)
             case nodes.Took(rank=rank, incarnation=incarnation, step=step):
                 self._home.tell(news)
                 secured = nodes.Secured(
@@ -128,6 +144,7 @@ class Peering:
 
     def joined(self, node: int) -> None:
         """There is a connection to ask a node."""
+        self._unreached.pop(node, None)
         self._keeping.joined(node)
         for offered in self._offered:
             if offered.to == node:
@@ -139,18 +156,27 @@ class Peering:
 
     def unreached(self, node: int, why: str) -> None:
         """There is none, and one is needed."""
-        text = f"it can't reach node {node}: {why}"
-        order = self._newest
-        if order is not None and order.guardian == node:
-            text += (
-                ". What belongs to its ranks alone is kept on no second node meanwhile: should "
-                "this node be lost now, a step may not be done again exactly"
-            )
-            self._keeping.unreached(node)
+        self._unreached[node] = why
+        if self._newest is not None and self._newest.guardian == node:
+            self._not_kept(node)
+        else:
+            self._note_unreached(node)
         for offered in self._offered:
             if offered.to == node:
                 self._settled(offered.take)
         self._offered = [offered for offered in self._offered if offered.to != node]
+
+    def _not_kept(self, guardian: int) -> None:
+        """The guardian can't be reached."""
+        self._keeping.unreached(guardian)
+        self._note_unreached(
+            guardian,
+            ". What belongs to its ranks alone is kept on no second node meanwhile: should this "
+            "node be lost now, a step may not be done again exactly",
+        )
+
+    def _note_unreached(self, node: int, more: str = "") -> None:
+        text = f"it can't reach node {node}: {self._unreached[node]}{more}"
         self._home.note(f"unreached-{node}", text)
 
     def asked(self, node: int, message: peers.ToPeer) -> None:

@@ -8,7 +8,10 @@ and so on to 128 places behind it in the row of numbers; so whatever keeps some 
 rest, in either direction, is met by some pair, and no node tries more than eight. Nodes of one host
 and address need not try. If a pair that was tried is closed the job is refused, with the pair's
 name: a communicator connects all ranks with all. Who comes later tries, and is tried by, eight of
-those who are there, and is refused alone.
+those who are there, and is refused alone. So it is under a coordinator that takes the
+job over, too: nodes that held slots are there, and reach one another. Those that had none are held
+back for a moment, until those have come that they are to try; the one before may not have come to
+that.
 
 It does not know how one tries, nor what a node does in the job. Loop thread only.
 """
@@ -25,6 +28,7 @@ from everstep.wire.plumbing import address_text
 
 MOST: Final = 8
 """Others that a node tries, where there are more."""
+_SETTLE_S: Final = 2.0  # for nodes to come to a coordinator that takes over
 _ANSWER_S: Final = 2.0  # beyond the time for the tries, until an answer counts as missing
 _TOLD: Final = 4  # closed pairs that a refusal names
 
@@ -101,6 +105,7 @@ class Preflight:
         self._gatekeeper = gatekeeper
         self._needed, self._ports, self._within_s = plan.needed, plan.ports, plan.within_s
         self._begun = begun
+        self._settles = begun  # those that the job had are about to come
         self._call_later = call_later
         self._there: dict[int, Station] = {}  # admitted
         self._held: dict[int, Station] = {}
@@ -115,9 +120,14 @@ class Preflight:
         complete = len(self._there) + len(self._held) + 1 >= self._needed
         if self._within_s and (self._begun or complete):
             self._held[station.number] = station
-            self._next_round()
+            self._go_on()
         else:
             self._admit(station)
+
+    def known(self, station: Station) -> None:
+        """A node has come back that held a slot: it has been admitted."""
+        self._there[station.number] = station
+        self._go_on()
 
     def probed(self, number: int, answer: nodes.Probed) -> None:
         """A node has tried what it was to try. Nothing, if it was not asked, or is too late."""
@@ -144,6 +154,20 @@ class Preflight:
             self._timer.cancel()
 
     # ------------------------------------------------------------ rounds
+
+    def _go_on(self) -> None:
+        """Begin a round, if those that are to be tried are there, or have had their time."""
+        there = len(self._there or self._held)  # all are held, where the job had not begun
+        if not self._settles or there >= self._needed:
+            self._settled()
+        elif self._timer is None and self._held:
+            self._timer = self._call_later(_SETTLE_S, self._settled)
+
+    def _settled(self) -> None:
+        if self._settles and self._timer is not None:
+            self._timer.cancel()
+        self._settles = False
+        self._next_round()
 
     def _next_round(self) -> None:
         if self._round is not None or not self._held:

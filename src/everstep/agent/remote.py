@@ -7,6 +7,8 @@ the job when it says so. The end of its connection is the loss of the node; a no
 dismisses is hung up on. Numbers are never used again: an agent that comes back is a new node, and
 what was sent to or by the old one reaches nobody. Only while this coordinator takes over a job that
 runs, an agent that reports its part under an earlier one is adopted with it, and keeps its number.
+One that reports its part under a coordinator that is none before this one, nor this, belongs to a
+job of which nothing is known here: it is let be. After the job's end, one that comes back is told.
 
 It does not decide which node runs what (core). Loop thread only; nothing blocks.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -23,15 +25,27 @@ from everstep.agent import clocks
 from everstep.agent.desk import Desk
 from everstep.agent.ending import END_TIMEOUT_S
 from everstep.agent.fleet import Berth, Fleet, Kept
+from everstep.agent.parts import Parts
 from everstep.agent.preflight import Plan, Preflight, Station
 from everstep.core.words import name_signal
-from everstep.errors import UserError
+from everstep.errors import TransientError, UserError
 from everstep.types import TERM_STRIDE, Cause, CauseKind, Record
 from everstep.wire import nodes
 from everstep.wire.clients import AgentNow, FromClient
-from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
+from everstep.wire.messages import ToWorker, WorkerSpec
 from everstep.wire.network import Hub, Limits
 from everstep.wire.secret import Secret
+
+_Process = tuple[str, int]  # boot_id of its host, and pid
+_STRAY_S = 1.0  # before it is hung up on
+
+
+class CutOffError(TransientError):
+    """No node is heard any more, all at once. They go on, and know more than their coordinator."""
+
+
+class RunGoesOnError(UserError):
+    """Agents have a part in a run that this coordinator does not know, and may not begin again."""
 
 
 class RemoteNode:
@@ -52,7 +66,7 @@ class RemoteNode:
         exit_code: Callable[[], int],
     ) -> None:
         self.number = number
-        self.who = who
+        self.who = msgspec.structs.replace(who, report=None)  # which may be large
         self.berth = berth
         self.joined = False
         self.listens: nodes.Listens | None = None if who.report is None else who.report.listens
@@ -128,10 +142,14 @@ class RemoteNode:
         """A `close` that waits for workers waits no longer."""
         self._send(nodes.Finish(terminate=False, wait_s=0.0, exit_code=self._exit_code()))
 
-    async def close(self, *, terminate: bool, wait_s: float) -> None:
-        """Have the agent end all workers and itself, and wait until it has, or is lost."""
+    def finish(self, *, terminate: bool, wait_s: float) -> None:
+        """Have the agent end all workers and itself."""
         code = self._exit_code()
         self._send(nodes.Finish(terminate=terminate, wait_s=wait_s, exit_code=code))
+
+    async def close(self, *, terminate: bool, wait_s: float) -> None:
+        """Have the agent end all workers and itself, and wait until it has, or is lost."""
+        self.finish(terminate=terminate, wait_s=wait_s)
         try:
             await asyncio.wait_for(self.gone.wait(), wait_s + 3 * END_TIMEOUT_S)
         except TimeoutError:
@@ -170,9 +188,17 @@ class Registry:
         self._nproc_per_node = nproc_per_node
         self._must_start = must_start
         self._nodes: dict[int, RemoteNode] = {}  # by peer
-        self._keeps: dict[int, dict[int, tuple[tuple[int, FromWorker], ...]]] = {}  # likewise
+        self._parts = Parts()
         self._leaving: dict[int, RemoteNode] = {}  # those that end by themselves, by peer
+        self._displaced: set[int] = set()  # peers that have yet to end their workers
+        self._welcomed: dict[int, _Process] = {}  # by number, all that ever were
+        self._strays: set[_Process] = set()  # that were spoken of
+        self._untold: dict[int, nodes.Report] = {}  # of those that wait to be admitted, by number
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # until strays are hung up on, by peer
+        self._came: set[int] = set()  # numbers of those that have reported their part
+        self._some_came = asyncio.Event()
         self._term = term
+        self._lease_s = lease_s
         self._preflight = Preflight(
             self,
             preflight or Plan(needed=0, ports="", within_s=0.0),
@@ -189,6 +215,7 @@ class Registry:
             on_message=self._take,
             on_lost=self._lost,
             on_refused=self._stranger,
+            on_cut_off=self._cut_off,
             limits=Limits(lease_s=lease_s),
         )
         self.port = self._hub.port
@@ -203,6 +230,8 @@ class Registry:
 
     def close(self) -> None:
         """Hang up on all, and listen no longer."""
+        for timer in self._timers.values():
+            timer.cancel()
         self._preflight.close()
         self._desk.close()
         self._hub.close()
@@ -213,19 +242,17 @@ class Registry:
         node = self._nodes.get(peer)
         if isinstance(message, FromClient):
             self._desk.take(peer, message)
-        elif isinstance(message, nodes.Keeps):
-            self._keeps.setdefault(peer, {})[message.rank] = message.kept
+        elif isinstance(message, nodes.Keeps | nodes.Unwritten):
+            self._parts.take(peer, message)
         elif isinstance(message, nodes.Register):
-            kept = self._keeps.pop(peer, {})
-            if message.report is not None:
-                report = msgspec.structs.replace(message.report, kept=message.report.kept | kept)
-                message = msgspec.structs.replace(message, report=report)
-            self._register(peer, message)
+            self._register(peer, self._parts.register(peer, message, time.monotonic()))
         elif peer in self._leaving:
             if isinstance(message, nodes.Output | nodes.Note):
                 _tell(self._leaving[peer].berth, message)
+        elif peer in self._displaced:
+            pass  # how its workers end concerns nobody
         elif node is None:
-            self._hub.drop(peer, "it has not registered")
+            self._drop(peer, "it has not registered")
         elif isinstance(message, nodes.Joined):
             self._join(peer, node, message)
         elif isinstance(message, nodes.Probed) and message.turn == 0:
@@ -236,26 +263,95 @@ class Registry:
             self._leave(peer, node, message)
         elif isinstance(message, nodes.Gone):
             node.gone.set()
+        elif isinstance(message, nodes.Reclaimed):
+            _tell(node.berth, self._parts.reclaimed(peer, message))
         else:
             _tell(node.berth, message)
 
     def _register(self, peer: int, who: nodes.Register) -> None:
+        self._displaced.discard(peer)
         twin = next((n for n in self._nodes.items() if n[1].who.name == who.name), None)
-        if twin is not None and _same_process(twin[1].who, who):
+        if twin is not None and _process(twin[1].who) == _process(who):
             self._hub.drop(twin[0], "its agent has come again")
             self._lost(twin[0], "its agent has come again by another connection")
             twin = None
-        why = self._objection(peer, who, None if twin is None else twin[1])
-        if why:
+        report = who.report
+        if report is not None and (why := self._why_stray(who, report)):
+            self._let_be(peer, who, why)
+        elif report is not None and self._fleet.ended.done():
+            self._end(peer, who, report)
+        elif why := self._objection(peer, who, None if twin is None else twin[1]):
             self._refuse(peer, who, why)
-        elif who.report is None:
+        elif report is None:
             number, self._next_number = self._next_number, self._next_number + 1
             self._admit(peer, who, number)
-        elif self._fleet.expects(who.report):
-            self._admit(peer, who, who.report.node).joined = True
-            self._fleet.back(who.host, who.domain, who.report)
+        elif self._fleet.reconvenes and report.node not in self._welcomed:
+            self._adopt(peer, who, report)
         else:
-            self._displace(peer, who, who.report)
+            self._displace(peer, who, report)
+
+    def _why_stray(self, who: nodes.Register, report: nodes.Report) -> str:
+        """Why what an agent reports is no part of the job that is coordinated here; "" if it may
+        be."""
+        if report.run_id != self._settings.run_id:
+            return f"it has a part in the run {report.run_id}"
+        ours = self._welcomed.get(report.node) == _process(who)
+        if report.term > self._term or (report.term == self._term and not ours):
+            return (
+                f"it has a part in this run under a coordinator of term {report.term}, and nothing "
+                f"is known of that one here, where the term is {self._term}"
+            )
+        return ""
+
+    def _let_be(self, peer: int, who: nodes.Register, why: str) -> None:
+        """Its workers go on, and another coordinator may come for them. If nothing has begun here,
+        nothing does."""
+        if _process(who) not in self._strays:
+            self._strays.add(_process(who))
+            text = f"agent {who.name} on host {who.host} is let be: {why}"
+            self._note(f"stray-{who.name}-{who.pid}", text)
+        if not (self._fleet.ended.done() or self._fleet.inhabited):
+            self._fleet.failed(
+                RunGoesOnError(
+                    f"a job goes on, of which nothing is known here: agent {who.name} on host "
+                    f"{who.host}: {why}. Start its coordinator with its own --run-id and --log-dir;"
+                    " if its directory is lost, start it here again, until its term is high enough "
+                    "for what the agents tell"
+                )
+            )
+        # It comes again at once, and must not come all the time.
+        loop = asyncio.get_running_loop()
+        why = f"this is not its coordinator: {why}"
+        self._timers[peer] = loop.call_later(_STRAY_S, self._drop, peer, why)
+
+    def _end(self, peer: int, who: nodes.Register, report: nodes.Report) -> None:
+        """The job is over, and it was not there to hear of that."""
+        node = self._node(peer, who, report.node)
+        terminate, wait_s = self._fleet.manner
+        node.finish(terminate=terminate, wait_s=wait_s)
+        self._has_come(report.node)
+
+    def _adopt(self, peer: int, who: nodes.Register, report: nodes.Report) -> None:
+        """It goes on with its part. One that has no slot may have been held by the preflight."""
+        node = self._admit(peer, who, report.node)
+        node.joined = True
+        self._has_come(report.node)
+        self._untold[report.node] = report
+        if report.slot >= 0:
+            self.admit(report.node)
+            self._preflight.known(_station(node))
+        else:
+            self._preflight.joined(_station(node))
+
+    def _has_come(self, number: int) -> None:
+        self._came.add(number)
+        self._some_came.set()
+
+    async def all_came(self, numbers: Collection[int]) -> None:
+        """Wait until the nodes of these numbers have come back."""
+        while not self._came.issuperset(numbers):
+            self._some_came.clear()
+            await self._some_came.wait()
 
     def _displace(self, peer: int, who: nodes.Register, report: nodes.Report) -> None:
         """Its part in the job is over; it registers anew."""
@@ -265,9 +361,10 @@ class Registry:
             why = f"the coordinator of term {self._term} has not waited for it"
         fields = {"node": report.node, "name": who.name, "host": who.host, "text": why}
         self._fleet.record(Record(event="node_displaced", fields=fields))
+        self._displaced.add(peer)
         self._hub.send(peer, nodes.Displaced(why=why))
 
-    def _admit(self, peer: int, who: nodes.Register, number: int) -> RemoteNode:
+    def _node(self, peer: int, who: nodes.Register, number: int) -> RemoteNode:
         node = RemoteNode(
             number,
             who,
@@ -277,7 +374,12 @@ class Registry:
             lambda: self._fleet.exit_code,
         )
         self._nodes[peer] = node
+        self._welcomed[number] = _process(who)
         self._fleet.add(number, node)
+        return node
+
+    def _admit(self, peer: int, who: nodes.Register, number: int) -> RemoteNode:
+        node = self._node(peer, who, number)
         fields = {
             "node": number,
             "name": who.name,
@@ -333,14 +435,7 @@ class Registry:
             self._lost(peer, why)
         elif not node.joined:
             node.joined, node.listens = True, joined.listens
-            self._preflight.joined(
-                Station(
-                    number=node.number,
-                    host=node.who.host,
-                    address=node.who.address,
-                    listens=joined.listens,
-                )
-            )
+            self._preflight.joined(_station(node))
 
     # ------------------------------------------------------------ the preflight's word
 
@@ -351,7 +446,11 @@ class Registry:
     def admit(self, number: int) -> None:
         """It takes part in the job."""
         who = self._nodes[self._peer_of(number)].who
-        self._fleet.joined(number, who.host, who.domain, self._nproc_per_node)
+        report = self._untold.pop(number, None)
+        if report is not None and self._fleet.reconvenes:
+            self._fleet.back(who.host, who.domain, report)
+        else:
+            self._fleet.joined(number, who.host, who.domain, self._nproc_per_node)
 
     def refuse(self, number: int, why: str) -> None:
         """It can't take part."""
@@ -372,7 +471,20 @@ class Registry:
         text = f"agent {who.name} on host {who.host} is refused: {why}"
         self._note(f"refused-{who.name}", text)
         self._hub.send(peer, nodes.Refuse(text=f"refused by the coordinator: {why}"))
+        self._drop(peer, why)
+
+    def _drop(self, peer: int, why: str) -> None:
+        """Hang up, and forget what came before a registration. Nothing, if it has gone."""
+        self._forget(peer)
         self._hub.drop(peer, why)
+
+    def _forget(self, peer: int) -> None:
+        self._parts.lost(peer)
+        self._displaced.discard(peer)
+        self._desk.lost(peer)
+        timer = self._timers.pop(peer, None)
+        if timer is not None:
+            timer.cancel()
 
     # ------------------------------------------------------------ ends
 
@@ -392,14 +504,23 @@ class Registry:
         self._lost(peer, why)
         self._leaving[peer] = node
 
+    def _cut_off(self) -> None:
+        if not self._fleet.ended.done():
+            self._fleet.failed(
+                CutOffError(
+                    f"nothing was heard of any node for {self._lease_s:g} s, so this host may be "
+                    "the one that is cut off; the coordinator begins anew, and waits for the nodes"
+                )
+            )
+
     def _lost(self, peer: int, why: str) -> None:
-        self._keeps.pop(peer, None)
-        self._desk.lost(peer)
+        self._forget(peer)
         self._leaving.pop(peer, None)
         node = self._nodes.pop(peer, None)
         if node is None:
             return
         node.gone.set()
+        self._untold.pop(node.number, None)
         self._preflight.lost(node.number)
         if not self._fleet.ended.done():
             cause = Cause(kind=CauseKind.NODE, text=why, signature="node lost")
@@ -409,8 +530,9 @@ class Registry:
         node = self._nodes.pop(peer, None)
         if node is not None:
             node.gone.set()
+            self._untold.pop(node.number, None)
             self._preflight.lost(node.number)
-        self._hub.drop(peer, why)
+        self._drop(peer, why)
 
     def _agents(self) -> tuple[AgentNow, ...]:
         return tuple(
@@ -433,8 +555,14 @@ class Registry:
         self._fleet.record(Record(event="note", fields=fields))
 
 
-def _same_process(one: nodes.Register, other: nodes.Register) -> bool:
-    return (one.boot_id, one.pid) == (other.boot_id, other.pid)
+def _process(who: nodes.Register) -> _Process:
+    return who.boot_id, who.pid
+
+
+def _station(node: RemoteNode) -> Station:
+    return Station(
+        number=node.number, host=node.who.host, address=node.who.address, listens=node.listens
+    )
 
 
 def _tell(berth: Berth, message: nodes.FromNode) -> None:

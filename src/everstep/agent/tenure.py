@@ -24,6 +24,7 @@ from everstep.agent import clocks, identity, open_files
 from everstep.agent.memoir import Memoirs
 from everstep.agent.neighbours import Neighbours
 from everstep.agent.node import Ground, Node, new_mark
+from everstep.agent.outbox import Outbox
 from everstep.agent.peering import Home, Peering
 from everstep.agent.reach import Reach
 from everstep.agent.shipping import Dock
@@ -97,10 +98,13 @@ class Tenure:
         self._node: Node | None = None
         self._reach: Reach | None = None
         self._number = -1
+        self._run_id = ""
         self._term = 0
         self._script_digest: str | None = None  # None until the node is open
         self._memoirs = Memoirs()
+        self._outbox = Outbox(link, self._put)
         self._absence: asyncio.TimerHandle | None = None  # its end, while it lasts
+        self._why_not = ""  # why it lasts, as far as known
         self._opening: asyncio.Task[None] | None = None
         self._asked_s = 0.0
         self._offset_s = 0.0
@@ -124,36 +128,35 @@ class Tenure:
 
     def _register(self) -> None:
         settings, report = self._settings, self._report()
-        if report is not None:
-            for rank, kept in report.kept.items():
-                self._send(nodes.Keeps(rank=rank, kept=kept))
-            report = msgspec.structs.replace(report, kept={})
-        self._asked_s = time.monotonic()
-        self._send(
-            nodes.Register(
-                name=settings.name,
-                host=settings.host,
-                address=self._neighbours.host,
-                peer_port=self._neighbours.port,
-                domain=settings.domain,
-                pid=os.getpid(),
-                boot_id=clocks.boot_id(),
-                versions=identity.versions(),
-                report=report,
-            )
+        before: list[nodes.FromNode] = []
+        if report is not None and self.peering is not None:
+            before += self.peering.kept()
+            before += self._memoirs.unwritten()
+        register = nodes.Register(
+            name=settings.name,
+            host=settings.host,
+            address=self._neighbours.host,
+            peer_port=self._neighbours.port,
+            domain=settings.domain,
+            pid=os.getpid(),
+            boot_id=clocks.boot_id(),
+            versions=identity.versions(),
+            report=report,
         )
+        self._outbox.send_all([*before, register])
 
     def _report(self) -> nodes.Report | None:
-        """What a coordinator that begins anew must know; None while there is nothing."""
+        """What a coordinator that begins anew must know, but for what goes before it; None while
+        there is nothing."""
         if self._script_digest is None or self._node is None or self.peering is None:
             return None
         return self._memoirs.report(
             term=self._term,
             node=self._number,
             peers=self.peering.listed,
-            kept=self.peering.report(),
             copies=self._node.copies_held(),
             listens=None if self._reach is None else self._reach.listens,
+            run_id=self._run_id,
         )
 
     def end(self, ending: Ending) -> None:
@@ -175,6 +178,7 @@ class Tenure:
 
     def lost(self, why: str) -> None:
         """The connection has ended: the coordinator is gone, or has given this node up."""
+        self._outbox.clear()
         if self._script_digest is None:  # it has no part yet
             self._leave(f"its agent has lost the coordinator: {why}")
         elif self._absence is None and not self._ending.done():
@@ -189,12 +193,26 @@ class Tenure:
         if self._absence is not None and not self._ending.done():
             self._register()
 
+    @property
+    def absent(self) -> bool:
+        """Whether the node has a part in the job, and no coordinator."""
+        return self._absence is not None
+
+    def waiting(self, why: str) -> None:
+        """There is no coordinator yet."""
+        self._why_not = f": {why}"
+
+    def read(self) -> None:
+        """The coordinator has read more of what was said."""
+        self._outbox.go_on()
+
     def _give_up(self, why: str) -> None:
         limit_s = self._settings.coordinator_timeout_s
         self.failed(
             TransientError(
                 f"the coordinator was lost ({why}), and none came within {limit_s:g} s (the "
-                "setting coordinator_timeout_s); the workers of this node were ended"
+                f"setting coordinator_timeout_s){self._why_not}; the workers of this node were "
+                "ended"
             )
         )
 
@@ -240,9 +258,8 @@ class Tenure:
                 if self.peering is not None:
                     self.peering.began(message)
             case nodes.Reclaim(turn=turn, ranks=ranks):
-                kept = {} if self.peering is None else self.peering.report()
-                of_ranks = {rank: kept[rank] for rank in ranks if rank in kept}
-                self._send(nodes.Reclaimed(turn=turn, kept=of_ranks))
+                kept = [] if self.peering is None else self.peering.kept(ranks)
+                self._outbox.send_all([*kept, nodes.Reclaimed(turn=turn)])
             case nodes.Written(step=step):
                 self._memoirs.written(step)
             case nodes.Probe():
@@ -276,10 +293,11 @@ class Tenure:
         if welcome.adopted:
             self._end_absence()
             for said in self._memoirs.faults():
-                self._send(said)
+                self._send_said(said)
             return
         self._number = welcome.node
         settings = welcome.settings
+        self._run_id = settings.run_id
         open_files.raise_limit(
             open_files.OF_AN_AGENT + open_files.PER_WORKER * settings.nproc_per_node
         )
@@ -331,25 +349,25 @@ class Tenure:
             self.peering.said(rank, incarnation, message)
         if isinstance(message, Fault):
             self._disturbed()
-        moved = clocks.message(message, self._offset_s) if self._offset_s else message
-        self._send(nodes.Said(rank=rank, incarnation=incarnation, message=moved))
+        self._send_said(nodes.Said(rank=rank, incarnation=incarnation, message=message))
+
+    def _send_said(self, said: nodes.Said) -> None:
+        if self._offset_s:
+            moved = clocks.message(said.message, self._offset_s)
+            said = nodes.Said(rank=said.rank, incarnation=said.incarnation, message=moved)
+        self._send(said)
 
     def died(self, rank: int, incarnation: int, cause: Cause, *, before_kill: bool) -> None:
         """A worker is gone."""
-        died = nodes.Died(
-            rank=rank,
-            incarnation=incarnation,
-            cause=clocks.cause(cause, self._offset_s),
-            before_kill=before_kill,
-        )
+        died = nodes.Died(rank=rank, incarnation=incarnation, cause=cause, before_kill=before_kill)
         self._memoirs.died(died)
         self._disturbed()
-        self._send(died)
+        self._send(msgspec.structs.replace(died, cause=clocks.cause(cause, self._offset_s)))
 
     def output(self, rank: int, incarnation: int, stream: str, line: str) -> None:
         """A line that a worker printed. Lines are let go when the coordinator lags behind, and that
         is said once it has caught up: they are in the log, and it must not be lost for them."""
-        if self._link.unread_bytes > _MOST_UNREAD_BYTES:
+        if self._link.unread_bytes > _MOST_UNREAD_BYTES or self._outbox.waits:
             self._unsent_lines += 1
             return
         if self._unsent_lines:
@@ -395,8 +413,13 @@ class Tenure:
         self.note(f"stranger-{address}", f"a connection from {address} was refused: {why}")
 
     def _send(self, message: nodes.FromNode) -> None:
-        # Without a connection nobody is there to be told; its end ends the tenure.
-        self._link.send(message)
+        self._outbox.send(message)
+
+    def _put(self, message: nodes.FromNode) -> None:
+        if isinstance(message, nodes.Register):  # it may have waited
+            self._asked_s = time.monotonic()
+            message = msgspec.structs.replace(message, clock_s=self._asked_s)
+        self._link.send(message)  # without a connection it is not: the next report has it
 
 
 def _obey(node: Node, message: nodes.ToNode) -> None:

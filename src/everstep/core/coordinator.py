@@ -27,7 +27,7 @@ from everstep.core.ladder import Policy, is_echo
 from everstep.core.membership import Member, Status
 from everstep.core.nodes import Layout
 from everstep.core.overview import Overview, overview
-from everstep.core.reconvene import begin, on_back, on_said
+from everstep.core.reconvene import begin, on_back, on_first, on_said
 from everstep.core.settle import settle
 from everstep.core.severed import look_at_time, on_probed, on_regroup_failed
 from everstep.core.silence import on_inspected, on_silent
@@ -138,7 +138,7 @@ class Coordinator:
             case ev.Inspected():
                 on_inspected(job, event)
             case ev.StopAsked(signal=number):
-                job.end(128 + number, f"the job was asked to end by {name_signal(number)}")
+                self._on_stop_asked(number)
             case ev.WorkerEvent():
                 member = job.membership.current(event.rank, event.incarnation)
                 if member is None:
@@ -149,6 +149,17 @@ class Coordinator:
                     self._on_died(member, event)
                 elif not member.doomed:
                     self._on_said(member, event)
+
+    def _on_stop_asked(self, number: int) -> None:
+        """End the job. While nodes are still to come back they could not be told, and would go on:
+        then it ends when they are there, or when it is asked again."""
+        job = self._job
+        rejoined = job.rejoined
+        if rejoined is not None and not rejoined.stop_asked:
+            rejoined.stop_asked = number
+            on_first(job)
+        else:
+            job.end(128 + number, f"the job was asked to end by {name_signal(number)}")
 
     def _begin(self) -> None:
         job = self._job
@@ -204,6 +215,8 @@ class Coordinator:
                 self._on_faulted(member, event)
             case ev.Parked() if job.phase is Phase.STOPPING and member.holding is None:
                 self._on_parked(member, event)
+            case ev.Parked() if job.phase is Phase.RUNNING:
+                self._on_stopped_by_agent(member, event)
             case ev.Regrouped() if job.phase is Phase.REGROUPING:
                 job.regrouped.add(member.rank)
             case ev.Restored() if job.plan is not None and member.rank not in job.answered:
@@ -253,6 +266,14 @@ class Coordinator:
         self._job.membership.park(member, holding)
         passes = event.rehearsed_passes
         self._job.out.parked(member, holding, self._job.generation, passes)
+
+    def _on_stopped_by_agent(self, member: Member, event: ev.Parked) -> None:
+        """Its agent stopped it for want of a coordinator, after it had reported it as running."""
+        text = f"rank {member.rank} was stopped while no coordinator was there"
+        cause = Cause(kind=CauseKind.COORDINATOR, text=text)
+        self._job.fail(member, self._job.step_of(member), cause)
+        if self._job.phase is Phase.STOPPING and not member.doomed:
+            self._on_parked(member, event)  # it won't park again in this generation
 
     def _on_restored(self, member: Member, event: ev.Restored, plan: Plan) -> None:
         """It may come after another failure has stopped the generation, and counts even then."""
@@ -321,8 +342,6 @@ class Coordinator:
         step = job.step_of(member)
         job.membership.died(member.rank, member.incarnation)
         by_us = member.doomed and _is_our_kill(event)
-        if not by_us:
-            job.reach.explained()
         news = member.doom if by_us else cause
         if news is not None and (not member.doomed or member.doom is not None):
             job.fail(member, step, news)

@@ -94,7 +94,8 @@ class MemberBack:
     `joining`: it has not been part of a world yet (no `SendRegroup` has reached it, and its peers
     held committed state when it was spawned). `settled`: it is in its loop or after it, in the
     world of `generation`: it was told to go, or has restored, and has not been stopped since, nor
-    has it failed. `position`: what it has committed, or restored. `left_at`, `finished`: as the
+    has it failed. `stopped`: it was stopped in that world, whatever it may
+    have restored. `position`: what it has committed, or restored. `left_at`, `finished`: as the
     events Closing and Finished say. `closed`: it was told that the closing fence is open. `bye`: it
     was told that it may exit."""
 
@@ -103,6 +104,7 @@ class MemberBack:
     generation: int
     joining: bool
     settled: bool
+    stopped: bool = False
     position: Position = (0, 0)
     left_at: int | None = None
     finished: bool = False

@@ -21,16 +21,13 @@ else what the cause says, else the moment of notice.
 
 A journal may end at any record: what is open then ends with the last record.
 
-One journal has one clock, as long as its coordinators run in one boot of one host. One that began
-on another has said so: its times are moved to follow on those before, by the wall clock as far as
-that has not run backwards.
-
-What it doesn't know: how the journal is stored, and clocks of hosts that never coordinated.
+What it doesn't know: how the journal is stored, and clocks of other hosts (one journal, one clock,
+also where coordinators of several hosts have written it: whoever reads it has seen to that).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +123,7 @@ def fold(records: Iterable[Mapping[str, Any]]) -> Ledger:
     Records that it does not know are passed over. Pure; raises KeyError or ValueError on a known
     record without its fields.
     """
-    journal = list(_on_one_clock(record for record in records if "t" in record))
+    journal = [record for record in records if "t" in record]
     drafts = _incidents(journal)
     entries = tuple(_entry(draft, journal) for draft in drafts)
     parts = _parts(journal, entries, [draft.last_step_inside for draft in drafts])
@@ -155,29 +152,6 @@ def fold(records: Iterable[Mapping[str, Any]]) -> Ledger:
         faults_fired=tuple(fired),
         cause=cause,
     )
-
-
-def _on_one_clock(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The same records, with the times of coordinators on other clocks moved to the first one's."""
-    shift_s, last_s = 0.0, 0.0
-    boot, began_s, wall_s = None, 0.0, 0.0  # of the newest coordinator, its start by both clocks
-    for record in records:
-        if record["event"] == "coordinator_started":
-            if boot not in (None, record["boot_id"]):
-                by_wall_s = began_s + record["wall_time"] - wall_s
-                shift_s = max(by_wall_s, last_s) - record["t"]
-            boot, wall_s, began_s = record["boot_id"], record["wall_time"], record["t"] + shift_s
-        moved = _moved(record, shift_s) if shift_s else record
-        last_s = moved["t"]
-        yield moved
-
-
-def _moved(record: Mapping[str, Any], shift_s: float) -> Mapping[str, Any]:
-    times = {key: record[key] + shift_s for key in ("t", "fired_t") if key in record}
-    cause = record.get("cause")
-    if cause is not None and cause["at_s"] is not None:
-        times["cause"] = {**cause, "at_s": cause["at_s"] + shift_s}
-    return {**record, **times}
 
 
 def read_cause(fields: Mapping[str, Any]) -> Cause:

@@ -27,7 +27,7 @@ from everstep.core import events as ev
 from everstep.core.job import Job, Phase
 from everstep.core.membership import Member
 from everstep.core.nodes import Node, name_nodes
-from everstep.core.reconvene import on_holder_lost
+from everstep.core.reconvene import on_first, on_holder_lost
 from everstep.core.words import name_ranks
 from everstep.types import Cause, CauseKind
 
@@ -42,6 +42,8 @@ def on_joined(job: Job, event: ev.NodeJoined) -> None:
         _dismiss(job, event.node, f"it can run {workers}, and a node of this job has {needed}")
     elif (node := job.nodes.join(event.node, event.host, event.domain)) is not None:
         job.out.node_joined(node)
+        if job.phase is Phase.RECONVENING:
+            on_first(job)
 
 
 def on_lost(job: Job, event: ev.NodeLost) -> None:
@@ -70,7 +72,6 @@ def lose(job: Job, node: Node, cause: Cause) -> None:
     losses = job.nodes.lose(node, job.now_s)
     job.copies.lose(node.number)
     job.reach.lost(node.number)
-    job.reach.explained()
     job.out.node_lost(node, ranks, text)
     if losses == job.policy.max_node_failures:
         said = f"host {node.host} has lost {losses} nodes within {job.policy.incident_window_s:g} s"

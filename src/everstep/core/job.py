@@ -189,6 +189,14 @@ class Job:
             return None
         return Site(slot=slot, node=node.number, host=node.host, domain=node.domain)
 
+    def write_steps(self) -> None:
+        """Write down the steps that every rank has committed, and that are not written yet."""
+        done, _ = self.commits.least
+        self.recorded = min(self.recorded, done)
+        while self.recorded < done:
+            self.recorded += 1
+            self.out.record("step", step=self.recorded, generation=self.generation)
+
     def nothing(self, rank: int) -> Holding:
         """The holding of a rank whose process has no state."""
         return Holding(committed=0, torn=True, shard=self.protected[rank].shard)
@@ -202,6 +210,8 @@ class Job:
         rank = member.rank
         if self.repeated(rank, step, cause):
             return
+        if not is_echo(cause):
+            self.reach.explained()
         opened_in = self.generation if self.incident is None else None
         if self.incident is None:
             number = self.budget.opened()
@@ -230,6 +240,8 @@ class Job:
         assert self.incident is not None
         if self.repeated(member.rank, step, cause):
             return
+        if not is_echo(cause):
+            self.reach.explained()
         if self.incident.blame(member.rank, step, cause):
             self.budget.caused(cause, self.now_s)
         self.out.failed(self.incident, member, step, cause, None)

@@ -96,10 +96,14 @@ class Policy:
     """From the start until as many nodes have joined as the job needs. A scheduler that starts them
     one after another takes minutes; the cluster is idle meanwhile."""
 
-    rejoin_timeout_s: float = 10.0
+    rejoin_timeout_s: float = 30.0
     """How long a coordinator that takes over a job waits for the nodes that held its slots, in
     seconds. An agent tries again several times a second; who is not there by then is lost, and the
     steps have gone on meanwhile if nothing else was wrong."""
+
+    silence_timeout_s: float = 300.0
+    """How long it waits for the first node, in seconds; `rejoin_timeout_s` counts from there. Where
+    nobody comes there is nobody to go on with, and its own host may be the one that is cut off."""
 
     copies: bool = False
     """Whether ranks whose shard has no natural replica are copied in each step. Costs a copy of the

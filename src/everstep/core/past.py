@@ -26,8 +26,8 @@ class Past:
     """`term`: of the newest coordinator, -1 if there was none. `started`, `listening`, `ended`: the
     records of these words, if they are there. `recorded`: the newest step; `incidents`: how many
     were opened, `open_incident`, `holders`: as events.Resumed has them. `loss`: a node with ranks
-    was lost, and no incident has been opened since. `hosts`: by node. `fired`: numbers of the
-    faults on purpose that have."""
+    was lost, and no incident has been opened since. `hosts`: by node. `here`: nodes that joined
+    and were not lost. `fired`: numbers of the faults on purpose that have."""
 
     term: int = -1
     started: Mapping[str, Any] | None = None
@@ -38,6 +38,7 @@ class Past:
     open_incident: Incident | None = None
     loss: bool = False
     hosts: dict[int, str] = field(default_factory=dict)
+    here: set[int] = field(default_factory=set)
     holders: dict[int, Holder] = field(default_factory=dict)
     fired: set[int] = field(default_factory=set)
 
@@ -79,7 +80,7 @@ def recall(records: Iterable[Mapping[str, Any]]) -> Past:
                 past.open_incident = None
             case "spawned" if past.open_incident is not None:
                 past.open_incident.respawned = True
-            case "node_joined" | "gathered" | "node_lost" | "node_replaced":
+            case "node_joined" | "gathered" | "node_lost" | "node_displaced" | "node_replaced":
                 _take_node(past, record)
     return past
 
@@ -112,6 +113,11 @@ def _take_plan(past: Past, record: Mapping[str, Any]) -> None:
 def _take_node(past: Past, record: Mapping[str, Any]) -> None:
     match record["event"]:
         case "node_joined":
+            past.here.add(record["node"])
+        case "node_lost" | "node_displaced":
+            past.here.discard(record["node"])
+    match record["event"]:
+        case "node_joined":
             past.hosts[record["node"]] = record["host"]
         case "gathered":
             for slot, node in enumerate(record["nodes"]):
@@ -119,8 +125,9 @@ def _take_node(past: Past, record: Mapping[str, Any]) -> None:
         case "node_lost" if record["ranks"]:
             lost = Holder(node=record["node"], host=record["host"], lost=True)
             past.holders[record["slot"]] = lost
-            past.loss = True
             if past.open_incident is not None:
                 past.open_incident.replaced = True
+            else:
+                past.loss = True
         case "node_replaced":
             past.holders[record["slot"]] = Holder(node=record["node"], host=record["host"])

@@ -8,7 +8,8 @@ are tried by, some more. A pair is closed when one of it could not connect to th
 have answered: why a node is silent is not for others to say.
 
 The nodes to give up are the fewest whose loss leaves no closed pair (a smallest vertex cover of the
-graph of closed pairs); of several such sets the one with most closed pairs. The search branches on
+graph of closed pairs); of several such sets the one with most closed pairs, and of those the one
+that is worth least. The search branches on
 a node with most pairs: it goes, or all do that it does not reach. Beyond `_EXACT` nodes those with
 most pairs are taken, one after the other, which may be more than are needed.
 
@@ -139,15 +140,20 @@ def pairs_to_try(nodes: Sequence[int], complained: Collection[int], turn: int) -
 
 
 def fewest(
-    closed: Collection[Pair], most: int, may_go: Callable[[frozenset[int]], bool]
+    closed: Collection[Pair],
+    most: int,
+    may_go: Callable[[frozenset[int]], bool],
+    worth: Mapping[int, int] | None = None,
 ) -> frozenset[int]:
     """The nodes to give up, that no pair of `closed` is left; none where that takes more than
     `most`, or takes nodes that may not go. `may_go`: whether all of a set may; if so, all of its
-    subsets may."""
+    subsets may. `worth`: of each node; 0 where nothing is said."""
     counts = Counter(node for pair in closed for node in pair)
+    values = worth or {}
 
-    def preference(nodes: frozenset[int]) -> tuple[int, list[int]]:
-        return sum(counts[node] for node in nodes), sorted(nodes, reverse=True)
+    def preference(nodes: frozenset[int]) -> tuple[int, int, list[int]]:
+        pairs, value = sum(map(counts.__getitem__, nodes)), sum(values.get(n, 0) for n in nodes)
+        return pairs, -value, sorted(nodes, reverse=True)
 
     for size in range(1, min(most, _EXACT) + 1):
         found = [nodes for nodes in _covers(list(closed), size) if may_go(nodes)]

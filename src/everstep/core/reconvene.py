@@ -32,7 +32,7 @@ GONE_ON = "the job has gone on without it"
 def begin(job: Job, event: ev.Resumed) -> None:
     """Take over: wait for the nodes."""
     job.phase = Phase.RECONVENING
-    job.deadline_s = job.now_s + job.policy.rejoin_timeout_s
+    job.deadline_s = job.now_s + max(job.policy.silence_timeout_s, job.policy.rejoin_timeout_s)
     job.membership.number_from(event.term * TERM_STRIDE)
     job.reach.number_from(event.term * TERM_STRIDE)
     job.budget.incidents, job.recorded = event.incidents, event.recorded
@@ -46,6 +46,12 @@ def begin(job: Job, event: ev.Resumed) -> None:
 # ---------------------------------------------------------------------- nodes
 
 
+def on_first(job: Job) -> None:
+    """A node has come: the others that live are not far."""
+    assert job.deadline_s is not None
+    job.deadline_s = min(job.deadline_s, job.now_s + job.policy.rejoin_timeout_s)
+
+
 def on_back(job: Job, event: ev.NodeBack) -> None:
     """A node has come back: take it in, with what it knows."""
     rejoined = job.rejoined
@@ -54,6 +60,7 @@ def on_back(job: Job, event: ev.NodeBack) -> None:
     if rejoined is None or job.nodes.is_lost(event.node):
         job.out.put(do.Dismiss(node=event.node, why=GONE_ON))
         return
+    on_first(job)
     node = job.nodes.join(event.node, event.host, event.domain)
     assert node is not None
     rejoined.reports[event.node] = event
@@ -170,7 +177,9 @@ def on_said(job: Job, event: ev.WorkerEvent) -> None:
         case ev.Closing(step=step) if event.generation == known.generation:
             known = replace(known, left_at=step, position=max(known.position, (step, 0)))
         case ev.Restored(ok=ok) if event.generation == known.generation:
-            known = replace(known, settled=ok)
+            known = replace(known, settled=ok and not known.stopped)
+        case ev.Parked() if event.generation == known.generation:
+            known = replace(known, settled=False, stopped=True)
         case ev.Faulted() if event.generation == known.generation:
             known = replace(known, settled=False)
             rejoined.failures.append(_failure(event))

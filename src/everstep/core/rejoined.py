@@ -27,7 +27,8 @@ class Rejoined:
     """`told`: what the journal knew. `reports`: of all nodes that came, by number, also of those
     that are gone again. `members`: by rank, who lives. `ended`: by rank, who is dead, where nobody
     lives. `failures`: what was said by those that live. `lost`: by slot, how its node was lost that
-    had come back."""
+    had come back. `stop_asked`: the signal that has asked for the job's end meanwhile; 0 for
+    none."""
 
     told: Resumed
     reports: dict[int, NodeBack] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Rejoined:
     ended: dict[int, Failure] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     lost: dict[int, Cause] = field(default_factory=dict)
+    stop_asked: int = 0
 
     @property
     def newest(self) -> int:

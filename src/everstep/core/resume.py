@@ -32,7 +32,7 @@ from everstep.core.member import Member
 from everstep.core.nodes import Node
 from everstep.core.reconvene import GONE_ON, expel
 from everstep.core.rejoined import Failure, Rejoined
-from everstep.core.words import name_ranks, verb
+from everstep.core.words import name_ranks, name_signal, verb
 from everstep.types import WHOLE, Cause, CauseKind
 
 
@@ -49,6 +49,10 @@ def settle_reconvening(job: Job) -> None:
         return  # those that took their places may still come
     if any(member.bye for member in rejoined.members.values()):
         _say_bye_again(job, rejoined)
+    elif rejoined.stop_asked:
+        number = rejoined.stop_asked
+        _record(job, rejoined, "the nodes are there, and the job was asked to end")
+        job.end(128 + number, f"the job was asked to end by {name_signal(number)}")
     elif rejoined.told.recorded == 0 and not _had_slots(job, rejoined):
         _gather(job, rejoined)
     elif _is_undisturbed(job, rejoined):
@@ -174,6 +178,10 @@ def _know_shards(job: Job) -> str:
 def _recover(job: Job, rejoined: Rejoined) -> None:
     """Something is wrong: stop those that live, and go on like after any failure."""
     _take_stands(job, rejoined)
+    for rank in range(job.world_size):
+        if rank not in rejoined.members:  # it was in the last step that anybody has committed
+            job.commits.made(rank, (max(0, job.commits.newest[0] - 1), 0))
+    job.write_steps()  # before the incident: they were made before it
     losses = [_take_loss(job, rejoined, slot) for slot in job.nodes.empty()]
     away = _away(rejoined)
     _record(job, rejoined, "; ".join([*(loss.text for _, loss in losses), away.text]))

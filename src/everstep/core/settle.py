@@ -297,11 +297,7 @@ def _see_ready(job: Job, incident: Incident) -> None:
 
 def _settle_steps(job: Job) -> None:
     """Write the steps that every rank has committed."""
-    done, _ = job.commits.least
-    job.recorded = min(job.recorded, done)
-    while job.recorded < done:
-        job.recorded += 1
-        job.out.record("step", step=job.recorded, generation=job.generation)
+    job.write_steps()
 
 
 def _refuse_unequal_loops(job: Job) -> None:

@@ -6,7 +6,8 @@ to be the cause, the nodes that hold slots try each other; the ranks, which have
 wait some seconds for their word. Where a pair is closed, the fewest nodes are given up after which
 none is (`core.reach`), as any lost node is, if there are spares for all of them and no state goes
 with them: the position from which the ranks go on stays the same. Where all is open nothing is
-done about it, and the ranks regroup.
+done about it, and the ranks regroup. Nor is anything done where a cause has shown itself meanwhile:
+a death, a lost node, a process that hangs.
 
 Else the ranks stay parked, for as long as they would wait for a node, and the nodes try again every
 few seconds: a spare may come, and the way between the nodes may open.
@@ -17,6 +18,7 @@ if it doesn't, the next regroup will show it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Final
@@ -76,7 +78,7 @@ def sever(job: Job) -> bool:
     if not closed:
         reach.clear()
         return False
-    lost = fewest(closed, len(job.nodes.spares), partial(_can_do_without, job))
+    lost = fewest(closed, len(job.nodes.spares), partial(_can_do_without, job), _whole(job))
     if not lost:
         return _wait(job, closed)
     reach.clear()
@@ -86,6 +88,16 @@ def sever(job: Job) -> bool:
             own = {pair: how for pair, how in closed.items() if number in pair}
             lose(job, node, Cause(kind=CauseKind.NODE, text=_in_words(job, own)))
     return True
+
+
+def _whole(job: Job) -> Counter[int]:
+    """How many ranks with a whole state each node has. O(ranks)."""
+    found = Counter[int]()
+    for member in job.membership.survivors():
+        node = job.nodes.holder(member.rank)
+        if node is not None and member.holding is not None and not member.holding.torn:
+            found[node.number] += 1
+    return found
 
 
 def _can_do_without(job: Job, lost: frozenset[int]) -> bool:

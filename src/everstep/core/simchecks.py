@@ -56,7 +56,7 @@ def check_end(sim: Simulation, end: End) -> None:
     if "went down with its node and its guardian" in end.text:
         return
     if "not known which part" in end.text:
-        unknown = [r for r in range(sim.schedule.world_size) if not sim.nodes.knows(r)]
+        unknown = [r for r in range(sim.schedule.world_size) if not sim.nodes.keeping.knows(r)]
         sim.check(bool(unknown) and sim.schedule.shards > 1, f"it was known: {end.text}")
         return
     sim.check(end.cause is not None, "no first cause")

@@ -9,7 +9,7 @@ its processes and comes as another node. So it does when a coordinator tells it.
 
 Everything that is said between a coordinator and a node goes by a connection (`SimLink`), of which
 there is one at a time, and which ends with either side. What an agent has its guardian keep goes
-straight to that node.
+straight to that node (`core.simkeeping`).
 
 The onlooker knows what each coordinator has been told (`core.simterms.Seat`). Each slot is held by
 a node that it may use, and each of those holds at most one.
@@ -20,8 +20,6 @@ What it doesn't know: why a spare was chosen.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,7 +27,8 @@ from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.nodes import Layout
 from everstep.core.simagents import Identity, SimAgent
-from everstep.core.simscript import Capsule, Capsules
+from everstep.core.simkeeping import SimKeeping, SimLink, SimNode
+from everstep.core.simscript import Capsules
 from everstep.core.simterms import Seat
 from everstep.types import Cause, CauseKind
 
@@ -42,54 +41,13 @@ _LATE = 50
 _CLOSED = 0.4  # how often a try meets a pair that is closed
 
 
-@dataclass(eq=False, slots=True)
-class SimLink:
-    """A connection of a node with a coordinator."""
-
-    seat: Seat
-    open: bool = True
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class SimNode:
-    """One agent and its workers. `up`: it can be reached. `mute`: now that it can't be, nothing
-    that it says arrives. `fallen`: it is no more; `retired`: its agent is another node now. `link`:
-    its newest connection. `heard_s`: when the newest of what concerns the node arrives there;
-    `kept_s`: likewise at its guardian, of what it deposits; `unkept`: of which ranks that went
-    astray, and who waits for it."""
-
-    number: int
-    host: str
-    domain: str
-    ranks: int
-    agent: SimAgent
-    up: bool = True
-    mute: bool = False
-    fallen: bool = False
-    retired: bool = False
-    link: SimLink | None = None
-    heard_s: float = 0.0
-    kept_s: float = 0.0
-    unkept: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
-    workers: list[SimWorker] = field(default_factory=list)
-
-    @property
-    def heard(self) -> bool:
-        """Whether what its workers say arrives."""
-        return self.up or not self.mute
-
-    @property
-    def lives(self) -> bool:
-        """Its agent is still this node."""
-        return not self.fallen and not self.retired
-
-
 class SimNodes:
     """The nodes of one schedule; none where the schedule has none."""
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
         self._all: dict[int, SimNode] = {}
+        self.keeping = SimKeeping(sim, self._all)
         self._ways = random.Random(sim.schedule.seed)  # of its own: a try changes nothing else
 
     @property
@@ -136,25 +94,14 @@ class SimNodes:
             self._hang_up(node, node.link)
         link = node.link = SimLink(seat)
         if not node.up:
-            self._heal(node)
+            node.up, node.mute = True, False
+            self.keeping.again(node)
         report = node.agent.report(node.number, node.host, node.domain)
         kept, sim = node.agent.kept.copy(), self._sim
         node.heard_s = max(node.heard_s, sim.now_s + sim.delay_s())
         for worker in node.workers:
-            worker.said_s = max(worker.said_s, node.heard_s)
+            worker.said_s = node.heard_s  # what was said before goes by the old connection
         sim.at(node.heard_s, lambda: self._arrives(node, link, report, kept))
-
-    def _heal(self, node: SimNode) -> None:
-        """It can be reached again; what could not be kept is deposited once more."""
-        node.up, node.mute = True, False
-        for other in self._all.values():
-            if node in (other, self._guardian(other)):
-                unkept, other.unkept = other.unkept, []
-                for rank, then in unkept:
-                    self._deposit(other, rank, then)
-
-    def _guardian(self, node: SimNode) -> SimNode | None:
-        return self._all.get(-1 if node.agent.guardian is None else node.agent.guardian)
 
     def _arrives(self, node: SimNode, link: SimLink, report: ev.NodeBack, kept: Capsules) -> None:
         seat, sim = link.seat, self._sim
@@ -357,40 +304,6 @@ class SimNodes:
         worker.heard_s = max(self._sim.now_s + self._sim.delay_s(), node.heard_s)
         self._sim.at(worker.heard_s, arrive)
 
-    def tell_peers(self, seat: Seat, order: do.SendPeers) -> None:
-        """Nodes hear that a world begins, before anything else of it."""
-        peers = tuple(sorted(order.guardians))
-        for number, guardian in order.guardians.items():
-            seat.spend()
-            node = self._all[number]
-            link = node.link
-            if link is None or link.seat is not seat or not link.open:
-                continue
-            heard_s = max((worker.heard_s for worker in node.workers), default=0.0)
-            usual_s = self._sim.now_s + self._sim.delay_s()
-            node.heard_s = max(usual_s, heard_s, node.heard_s)
-            self._sim.at(node.heard_s, partial(self._hear_peers, node, link, guardian, peers))
-
-    def _hear_peers(
-        self, node: SimNode, link: SimLink, guardian: int | None, peers: tuple[int, ...]
-    ) -> None:
-        if not link.open or not node.up or not node.lives:
-            return
-        changed = guardian != node.agent.guardian
-        node.agent.told_peers(guardian, peers)
-        if changed:
-            for rank in sorted(node.agent.own):
-                self._deposit(node, rank, lambda: None)
-
-    def reclaim(self, seat: Seat, order: do.Reclaim) -> None:
-        """Nodes are asked what they keep, and answer behind all that their workers have said."""
-        for number in order.nodes:
-            seat.spend()
-            node = self._all[number]
-            if node.link is not None and node.link.seat is seat:
-                sim = self._sim
-                sim.after(sim.delay_s(), partial(self._tell_kept, node, node.link, order))
-
     def probe(self, seat: Seat, order: do.Probe) -> None:
         """Nodes try whether they reach others. Now and then two don't."""
         closed: tuple[int, ...] = ()
@@ -413,20 +326,6 @@ class SimNodes:
 
         def arrive() -> None:
             if link.open and link.seat.alive and node.heard:
-                sim.handle(link.seat, answer)
-
-        sim.after(sim.delay_s(), arrive)
-
-    def _tell_kept(self, node: SimNode, link: SimLink, order: do.Reclaim) -> None:
-        if not link.open or not node.up or not node.lives:
-            return
-        parts = {rank: node.agent.kept.part(rank) for rank in order.ranks}
-        answer, sim = ev.Reclaimed(node=node.number, turn=order.turn), self._sim
-
-        def arrive() -> None:
-            if link.open and link.seat.alive and node.heard:
-                for rank, part in parts.items():
-                    link.seat.capsules.merge(part, rank)
                 sim.handle(link.seat, answer)
 
         sim.after(sim.delay_s(), arrive)
@@ -456,38 +355,6 @@ class SimNodes:
         late = sim.random.random() < 0.5
         sim.after((_AGES if late else 10) * sim.delay_s(), return_)
 
-    # ------------------------------------------------------------------ what is kept
-
-    def keep(self, worker: SimWorker, capsule: Capsule) -> None:
-        """A worker's own agent keeps its capsule."""
-        if worker.home is not None:
-            worker.home.agent.kept.keep(worker.rank, capsule)
-
-    def when_kept(self, worker: SimWorker, then: Callable[[], None]) -> None:
-        """`then` when the guardian has what was kept."""
-        node = worker.home
-        assert node is not None
-        if node.agent.guardian is None:
-            then()
-        else:
-            self._deposit(node, worker.rank, worker.expect(then))
-
-    def _deposit(self, node: SimNode, rank: int, then: Callable[[], None]) -> None:
-        guardian = self._guardian(node)
-        kept, said = node.agent.kept.part(rank), node.agent.protected.get(rank)
-        if guardian is None:
-            return
-
-        def arrive() -> None:
-            if node.up and node.lives and guardian.up and guardian.lives:
-                guardian.agent.deposit(rank, node.number, kept, said)
-                then()
-            else:
-                node.unkept.append((rank, then))
-
-        node.kept_s = max(self._sim.now_s + self._sim.delay_s(), node.kept_s)
-        self._sim.at(node.kept_s, arrive)
-
     # ------------------------------------------------------------------ what the onlooker knows
 
     @property
@@ -515,15 +382,3 @@ class SimNodes:
     def spares(self) -> set[int]:
         """Those of them that hold no slot."""
         return self._seat.usable - self._seat.slot.keys()
-
-    def knows(self, rank: int) -> bool:
-        """Whether a node that the newest coordinator may use knows what `rank` said in set-up."""
-        return any(rank in self._all[n].agent.protected for n in self._seat.usable)
-
-    def has_capsule(self, rank: int, position: tuple[int, int]) -> bool:
-        """Whether somebody who counts has what belongs to `rank` alone at `position`."""
-        seat = self._seat
-        there = [n for n in self._all.values() if n.lives and n.up and n.number not in seat.gone]
-        stores = [seat.capsules, *(node.agent.kept for node in there)]
-        found = [store.newest(rank, position) for store in stores]
-        return any(capsule is not None and capsule.position == position for capsule in found)

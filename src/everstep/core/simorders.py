@@ -62,11 +62,11 @@ class SimOrders:
             case do.Dismiss():
                 sim.nodes.dismissed(seat, action)
             case do.Reclaim():
-                sim.nodes.reclaim(seat, action)
+                sim.nodes.keeping.reclaim(seat, action)
             case do.Probe():
                 sim.nodes.probe(seat, action)
             case do.SendPeers():
-                sim.nodes.tell_peers(seat, action)
+                sim.nodes.keeping.tell_peers(seat, action)
             case do.SendStop():
                 self._stop(seat, action)
             case do.SendRegroup():

@@ -92,6 +92,10 @@ class Capsules:
         part.merge(self, rank)
         return part
 
+    def positions(self, rank: int) -> list[Position]:
+        """Of which positions there is something of `rank`."""
+        return sorted(self._kept.get(rank, ()))
+
     def forget(self, rank: int) -> None:
         """Keep nothing of `rank`."""
         self._kept.pop(rank, None)

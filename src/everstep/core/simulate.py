@@ -186,8 +186,8 @@ class Simulation:
     def lose_capsule(self, worker: SimWorker) -> None:
         """What belongs to a rank alone is not to be had: its node and its guardian are gone."""
         position = worker.train.position
-        there = self.nodes.has_capsule(worker.rank, position)
-        self.check(worker.home is not None and not there, f"{worker} has no capsule of {position}")
+        gone = worker.home is not None and self.nodes.keeping.is_lost(worker.rank, position)
+        self.check(gone, f"{worker} has no capsule of {position}")
         text = f"what belongs to rank {worker.rank} alone went down with its node and its guardian"
         self.end(do.End(exit_code=1, text=text))
 
@@ -251,7 +251,7 @@ class Simulation:
             if worker.home is None or worker.home.number in seat.usable:
                 seat.capsules.keep(worker.rank, capsule)
 
-        self.nodes.keep(worker, capsule)
+        self.nodes.keeping.keep(worker, capsule)
         self._send_up(worker, keep)
 
     def when_kept(self, worker: SimWorker, then: Callable[[], None]) -> None:
@@ -260,7 +260,7 @@ class Simulation:
         if worker.home is None:
             then()
         else:
-            self.nodes.when_kept(worker, then)
+            self.nodes.keeping.when_kept(worker, then)
 
     def peers_notice(self, worker: SimWorker) -> None:
         """A worker's peers have lost touch with it, and notice or don't."""

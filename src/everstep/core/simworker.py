@@ -22,7 +22,7 @@ from everstep.core.simstep import GARBAGE, SimTrainer
 from everstep.types import Cause, CauseKind, Decision, Holding, Plan
 
 if TYPE_CHECKING:
-    from everstep.core.simnodes import SimNode
+    from everstep.core.simkeeping import SimNode
     from everstep.core.simulate import Simulation
 
 _COLLECTIVE_S = 30.0  # after which one that hangs fails

@@ -4,7 +4,9 @@ Theory of operation. A job's coordinators follow one another. Each takes the job
 it a term; goes on with the run's directory; listens; and begins the job, or takes it over from the
 agents that come back to it. Three things end it. The job ends: all nodes are told, and the journal
 is closed. It is asked to leave the job alone: it hangs up, and the steps go on without it. It loses
-the lease: then it writes and says nothing more, since another one may act.
+the lease: then it writes and says nothing more, since another one may act. And when it hears no
+node any more, all at once, it may be its host that is cut off, and knows less than they do: it
+gives up its term, and takes the job over as anybody else would, in the next one.
 
 Two ways lead here. `everstep coordinator` runs one in the foreground, on any host; whoever started
 it (a person, systemd, Kubernetes) starts it again. `everstep run` starts one below itself
@@ -29,7 +31,7 @@ from everstep.agent import clocks, identity, open_files
 from everstep.agent.fleet import Fleet
 from everstep.agent.node import failures_go_to
 from everstep.agent.preflight import Plan
-from everstep.agent.remote import Registry
+from everstep.agent.remote import CutOffError, Registry, RunGoesOnError
 from everstep.agent.workers import free_port
 from everstep.agent.zygote import ZygotePlan
 from everstep.core.actions import End
@@ -48,7 +50,7 @@ from everstep.launch.job import (
     run_directory,
     started_fields,
 )
-from everstep.launch.lease import Tenancy, make_lease
+from everstep.launch.lease import LeaseLost, Tenancy, make_lease
 from everstep.observe.journal import records_of
 from everstep.observe.rundir import RunDirectory, make_run_directory
 from everstep.observe.view import View
@@ -79,18 +81,14 @@ def run_coordinator(settings: RunSettings, view: View) -> JobResult:
 
 async def _in_foreground(settings: RunSettings, view: View) -> JobResult:
     journal = run_directory(settings) / "journal.jsonl"
-    if journal.exists() and recall(records_of(journal)).ended is not None:
-        raise UserError(
-            f"{journal.parent}: this run is over, and a run never writes over another's journal; "
-            "choose another --run-id"
-        )
+    over = (await _read(journal)).ended is not None
     coordinating = Coordinating(
         settings,
         view,
         ZygotePlan(),
         os.environ,
         port=endpoint(settings.coordinator)[1],
-        resume=True,
+        resume=not settings.coordinator_lease,
         wait_s=math.inf if settings.coordinator_lease else 0.0,
     )
 
@@ -102,6 +100,11 @@ async def _in_foreground(settings: RunSettings, view: View) -> JobResult:
 
     with ending_by_signals(asked):
         end = await coordinating.run()
+    if over and not coordinating.told_late:
+        raise UserError(
+            f"{journal.parent}: this run is over, and a run never writes over another's journal; "
+            "choose another --run-id"
+        )
     return JobResult(
         exit_code=end.exit_code, run_dir=journal.parent, journal=journal, text=end.text
     )
@@ -109,8 +112,8 @@ async def _in_foreground(settings: RunSettings, view: View) -> JobResult:
 
 class Coordinating:
     """One coordinator of the job of `settings`, from the lease to its end. `port`: where it
-    listens. `resume`: the job may run. `wait_s`: how long it waits for the lease. Loop thread
-    only."""
+    listens. `resume`: the job runs, and will be its own to coordinate; else it may never get to
+    that. `wait_s`: how long it waits for the lease. Loop thread only."""
 
     def __init__(
         self,
@@ -134,6 +137,8 @@ class Coordinating:
         self._host = ""
         self._stood_by: set[str] = set()  # for what, in words
         self._fleet: Fleet | None = None
+        self.told_late = False
+        """The job was over, and some node had not heard of that."""
         self._asked: list[int] = []  # by which signals, before there was a fleet to be told
         # What ends this coordinator, if it is neither the job nor the lease.
         self._cut: asyncio.Future[End | BaseException] = asyncio.get_running_loop().create_future()
@@ -145,7 +150,7 @@ class Coordinating:
         once."""
         if self._fleet is not None:
             self._fleet.stop_asked(number)
-        elif self._resume and math.isfinite(self._wait_s):
+        elif self._resume:
             self._asked.append(number)  # the job runs, and will be ours to end
         else:
             text = f"asked to end by {signal.Signals(number).name} before any worker was started"
@@ -188,17 +193,20 @@ class Coordinating:
         failures_go_to(self.failed)
         self._host = meeting_host(self._settings)
         make_run_directory(self._run_dir, resume=True)
-        tenancy = await self._unless_cut(self._acquire())
-        if tenancy is None:
-            return self._result_of_cut()
-        try:
-            return await self._hold(tenancy)
-        finally:
-            await tenancy.release()
+        while True:
+            tenancy = await self._unless_cut(self._acquire())
+            if tenancy is None:
+                return self._result_of_cut()
+            try:
+                return await self._hold(tenancy)
+            except CutOffError:
+                self._fleet, self._resume = None, True
+            finally:
+                await tenancy.release()
 
     async def _acquire(self) -> Tenancy:
         settings, journal = self._settings, self._run_dir / "journal.jsonl"
-        known = recall(records_of(journal)).term if journal.exists() else -1
+        known = (await _read(journal)).term
         lease = make_lease(
             settings.coordinator_lease, settings.run_id, self._run_dir, settings.lease_s
         )
@@ -220,7 +228,9 @@ class Coordinating:
         if task.done():
             return task.result()
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        [got] = await asyncio.gather(task, return_exceptions=True)
+        if not isinstance(got, BaseException):  # at the same moment
+            await got.release()
         return None
 
     async def _hold(self, tenancy: Tenancy) -> End:
@@ -240,11 +250,8 @@ class Coordinating:
         )
         over = False
         try:
-            past = recall(records_of(directory.journal.path))
-            if past.ended is None:
-                end = await self._coordinate(tenancy, directory, past)
-            else:  # the one before was killed when all was said
-                end = End(exit_code=past.ended["exit_code"], text=past.ended["text"])
+            past = await _read(directory.journal.path)
+            end = await self._coordinate(tenancy, directory, past)
             over = True
         finally:
             if over:
@@ -292,6 +299,8 @@ class Coordinating:
         )
         try:
             self._fleet = fleet
+            if past.ended is not None:
+                return await self._tell_end(fleet, registry, tenancy, past)
             if past.started is None:
                 self._view.record(directory.journal.header)
             fleet.record(_coordinator_started(tenancy.term, past))
@@ -312,7 +321,7 @@ class Coordinating:
 
     async def _until_over(self, fleet: Fleet, tenancy: Tenancy, port: int) -> End:
         """Wait for the job's end, and have all nodes end it."""
-        goes_on = False
+        goes_on = False  # unless it turns out that it is not ours to end
         try:
             await tenancy.publish(self._host, port)
             ends: set[asyncio.Future[Any]] = {fleet.ended, tenancy.lost, self._cut}
@@ -320,21 +329,43 @@ class Coordinating:
             if not tenancy.holds:
                 raise _deposed(tenancy)
             return fleet.ended.result() if fleet.ended.done() else self._result_of_cut()
-        except (DeposedError, LeftError) as error:
+        except (LeftError, CutOffError, RunGoesOnError) as error:
             goes_on = True
-            if isinstance(error, LeftError):
-                fields = {"term": tenancy.term, "text": str(error)}
-                fleet.record(Record(event="coordinator_left", fields=fields))
+            fields = {"term": tenancy.term, "text": str(error)}
+            fleet.record(Record(event="coordinator_left", fields=fields))
             raise
         except EverstepError as error:
+            if not tenancy.holds:
+                raise _deposed(tenancy) from error
             fields = {"exit_code": error.exit_code, "text": str(error), "cause": None}
             fleet.record(Record(event="job_ended", fields=fields))
             raise
         finally:
-            if goes_on:
+            if goes_on or not tenancy.holds:
                 fleet.leave()
             else:
                 await fleet.close()
+
+    async def _tell_end(
+        self, fleet: Fleet, registry: Registry, tenancy: Tenancy, past: Past
+    ) -> End:
+        """The one before was killed when all was said: wait for nodes that have not heard of it."""
+        assert past.ended is not None
+        end = End(exit_code=past.ended["exit_code"], text=past.ended["text"])
+        fleet.over(end)
+        coming = asyncio.ensure_future(registry.all_came(past.here))
+        try:
+            await tenancy.publish(self._host, registry.port)
+            ends: set[asyncio.Future[Any]] = {coming, tenancy.lost, self._cut}
+            limit_s = self._settings.rejoin_timeout_s
+            await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        except LeaseLost as error:
+            raise _deposed(tenancy) from error
+        finally:
+            coming.cancel()
+            self.told_late = fleet.peopled
+            await fleet.close()
+        return end
 
 
 def _deposed(tenancy: Tenancy) -> DeposedError:
@@ -343,6 +374,12 @@ def _deposed(tenancy: Tenancy) -> DeposedError:
         f"the coordinator of term {tenancy.term} has lost its lease: {why}. The job goes on, and "
         "another coordinator may take it over; this one can be started again to stand by"
     )
+
+
+async def _read(journal: Path) -> Past:
+    """What a journal tells; nothing, if there is none. It may be long, and the lease is to be
+    renewed meanwhile. Raises JournalError."""
+    return await asyncio.to_thread(lambda: recall(records_of(journal) if journal.exists() else ()))
 
 
 def _refuse_another_job(settings: RunSettings, past: Past, path: Path) -> None:
@@ -354,6 +391,9 @@ def _refuse_another_job(settings: RunSettings, past: Past, path: Path) -> None:
         "args": list(settings.script.args),
         "world_size": settings.world_size,
         "chaos": [spec.text for spec in settings.chaos],
+        "nproc_per_node": settings.nproc_per_node,
+        "copies": settings.copies,
+        "replicate_every": settings.replicate_every,
     }
     for what, value in wanted.items():
         if past.started[what] != value:

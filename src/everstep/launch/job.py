@@ -86,6 +86,7 @@ def policy(settings: RunSettings) -> Policy:
         spare_wait_s=settings.spare_wait_s,
         max_node_failures=settings.max_node_failures,
         rejoin_timeout_s=settings.rejoin_timeout_s,
+        silence_timeout_s=settings.coordinator_timeout_s,
         copies=settings.copies != "off",
         copy_every=settings.replicate_every if settings.copies == "async" else 0,
     )
@@ -131,6 +132,9 @@ def started_fields(
         "script": settings.script.target,
         "args": settings.script.args,
         "chaos": [spec.text for spec in settings.chaos],
+        "nproc_per_node": settings.nproc_per_node,
+        "copies": settings.copies,
+        "replicate_every": settings.replicate_every,
         "torch": torch,
         "python": platform.python_version(),
         "everstep": __version__,

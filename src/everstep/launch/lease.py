@@ -23,7 +23,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -268,7 +269,7 @@ class InPlace:
     ) -> InPlaceTenancy:
         """See Lease. Raises OSError if the directory can't be written. Blocks for the disk."""
         patience = Patience(wait_s, on_waiting, now_s)
-        lock = os.open(self._run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = _open_lock(self._run_dir)
         try:
             while not _locked(lock):
                 await patience.held(self._read(), str(self._run_dir), _LOOK_EVERY_S)
@@ -331,6 +332,22 @@ class InPlaceTenancy:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def at_rest(run_dir: Path) -> Iterator[bool]:
+    """Whether nobody has the lease in a run's directory; while it is entered nobody gets it then.
+    Raises OSError if the directory can't be written."""
+    lock = _open_lock(run_dir)
+    try:
+        yield _locked(lock)
+    finally:
+        os.close(lock)
+
+
+def _open_lock(run_dir: Path) -> int:
+    # Who may open it can keep a coordinator from its job.
+    return os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def _locked(fd: int) -> bool:

@@ -51,9 +51,9 @@ class _Process:
 class LocalAgents:
     """The agents of one job. `logs`: where what they print is kept.
 
-    `on_end` is called when one has ended by itself, before `close`: with its process id, its exit
-    code, negative for a signal, and what it printed last. `on_failure` is called with what could
-    not be done about it. Loop thread only."""
+    `on_end` is called when one has ended by itself, before `close`: with its name, its process id,
+    its exit code, negative for a signal, and what it printed last. `on_failure` is called with what
+    could not be done about it. Loop thread only."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LocalAgents:
         secret: Secret,
         logs: Path,
         environ: Mapping[str, str],
-        on_end: Callable[[int, int, str], None],
+        on_end: Callable[[str, int, int, str], None],
         on_failure: Callable[[EverstepError], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -156,7 +156,8 @@ class LocalAgents:
         process.gone.set()
         if not self._closing:
             tail = process.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
-            self._on_end(process.popen.pid, code, f"agent {process.name}: {tail}")
+            words = f"agent {process.name}: {tail}"
+            self._on_end(process.name, process.popen.pid, code, words)
 
     def _on_buried(self, burial: asyncio.Task[None]) -> None:
         self._burials.discard(burial)

@@ -4,9 +4,10 @@ what a person wants the other.
 Theory of operation: messages of MessagePack on a socketpair. What the coordinator shows is never
 waited for: a launcher that reads slowly (a terminal that stands still, a Ctrl-Z) must not hold up
 a recovery. When it lags behind, first lines of output are let go, then also records, and both are
-counted and said when it has caught up; the logs and the journal have them.
+counted and said when it has caught up; the logs and the journal have them. Only what the launcher
+itself must know, which nodes there are, it is always told.
 
-It does not know what is in a record. Loop thread only; nothing blocks.
+It does not know what else is in a record. Loop thread only; nothing blocks.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from everstep.wire.messages import Message
 
 _MOST_UNREAD_BYTES = 16 << 20  # lines are let go above this
 _MOST_UNREAD_RECORDS_BYTES = 4 * _MOST_UNREAD_BYTES
+_MUST_BE_KNOWN = frozenset({"node_registered", "node_joined"})
 
 
 class Begin(Message):
     """Coordinate the job, whose directory is there. `port`: where to listen. `runner`, `preload`:
-    as agent.zygote.ZygotePlan has them. `resume`: there was a coordinator before."""
+    as agent.zygote.ZygotePlan has them. `resume`: as Coordinating has it."""
 
     settings: RunSettings
     port: int
@@ -91,7 +93,8 @@ class RelayedView:
 
     def record(self, record: dict[str, Any]) -> None:
         """A journal record."""
-        if self._channel.backlog_bytes > _MOST_UNREAD_RECORDS_BYTES:
+        late = self._channel.backlog_bytes > _MOST_UNREAD_RECORDS_BYTES
+        if late and record["event"] not in _MUST_BE_KNOWN:
             self._unshown_records += 1
             return
         self._catch_up()

@@ -8,7 +8,8 @@ was started here is ended without it. Whatever ends the job, nothing that was st
 
 An agent of ours that fails before it has joined ends the job: the coordinator may never have heard
 of it. One that fails later is a lost node, about which the coordinator decides. Where the lease is
-with a coordinator on another host ours stands by, and the job is over when our agents say so.
+with a coordinator on another host ours stands by, and the job is over when our agents say so. One
+of ours that loses the lease stands by again. Then the journal is not ours to end, either.
 
 It does not know the state of the job, nor which of the coordinators it has started is heeded.
 """
@@ -37,6 +38,7 @@ from everstep.launch.job import (
     meeting_host,
     run_directory,
 )
+from everstep.launch.lease import at_rest
 from everstep.launch.pool import LocalAgents
 from everstep.launch.relay import Begin, Ended, Fail, News, Printed, Raised, Recorded, Stop
 from everstep.observe.journal import JournalWriter, records_of
@@ -79,7 +81,8 @@ class Supervisor:
         self._timers: list[asyncio.TimerHandle] = []
         self._over: asyncio.Future[Ended] = self._loop.create_future()  # says another coordinator
         self._in_charge = False  # agents have come to the coordinator that is ours
-        self._nodes_by_pid: dict[int, int] = {}
+        self._ours = not settings.coordinator_lease  # the job, when the next one is started
+        self._nodes_by_agent: dict[tuple[str, int], int] = {}  # by name and process id
         self._joined: set[int] = set()
 
     async def run(self) -> JobResult:
@@ -134,10 +137,13 @@ class Supervisor:
                 raise EverstepError(_epitaph(process, code))
             if self._killed:
                 return self._unheeded()
-            pause_s = self._mourn(process, code)
+            if self._last is None:
+                pause_s = self._mourn(process, code)
+            else:
+                pause_s, self._ours = _BACKOFF_S, False
             await asyncio.wait({self._broken}, timeout=pause_s)
             self._last = None
-            process = self._start(resume=True)
+            process = self._start(resume=self._ours)
 
     def _start(self, *, resume: bool) -> CoordinatorProcess:
         environ = without_secret(self._environ) | {"EVERSTEP_SECRET": self._secret.reveal()}
@@ -194,10 +200,16 @@ class Supervisor:
         return Ended(exit_code=128 + number, text=text)
 
     def _close_journal(self, exit_code: int, text: str) -> None:
-        """Write the end that no coordinator has written. Blocks for the disk."""
+        """Write the end that no coordinator has written, if none writes there that is not ours.
+        Blocks for the disk."""
+        if self._settings.coordinator_lease:
+            return  # one on another host may have the directory, too
+        with at_rest(self._run_dir) as free:
+            if free and (self._run_dir / "journal.jsonl").exists():
+                self._write_end(exit_code, text)
+
+    def _write_end(self, exit_code: int, text: str) -> None:
         path = self._run_dir / "journal.jsonl"
-        if not path.exists():
-            return
         journal = JournalWriter(
             path, run_id=self._settings.run_id, wall_time=time.time(), resume=True
         )
@@ -223,8 +235,8 @@ class Supervisor:
     def _note(self, record: dict[str, Any]) -> None:
         match record.get("event"):
             case "node_registered":
-                self._in_charge = True
-                self._nodes_by_pid[record["pid"]] = record["node"]
+                self._in_charge = self._ours = True
+                self._nodes_by_agent[record["name"], record["pid"]] = record["node"]
             case "node_joined":
                 self._joined.add(record["node"])
 
@@ -242,7 +254,7 @@ class Supervisor:
         if self._process is not None:
             self._process.kill()
 
-    def _agent_ended(self, pid: int, code: int, last_words: str) -> None:
+    def _agent_ended(self, name: str, pid: int, code: int, last_words: str) -> None:
         """An agent of ours has ended by itself."""
         if self._settings.coordinator_lease and not self._in_charge:
             if self._agents is not None and not self._agents.alive and not self._over.done():
@@ -250,7 +262,7 @@ class Supervisor:
                 self._over.set_result(Ended(exit_code=exit_code, text=last_words if code else ""))
             return
         asked = code <= 0 or code - 128 in END_SIGNALS
-        if not asked and self._nodes_by_pid.get(pid) not in self._joined:
+        if not asked and self._nodes_by_agent.get((name, pid)) not in self._joined:
             error = EverstepError(
                 f"an agent ended with code {code} before it had joined, {last_words}"
             )

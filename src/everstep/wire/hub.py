@@ -16,6 +16,9 @@ That a connection closed is told by the socket's monitor, by its descriptor, whi
 frame has told too. What the peer wrote before is still read: when ROUTER no longer has a route to
 it, everything is in the socket's queue, and the loss is told after the queue has been read.
 
+Where all peers fall silent at once it is rather this host that is cut off: no peer is lost then,
+and `on_cut_off` is told.
+
 It does not know what the messages mean, which node a peer is, or whether a peer's host is up. Loop
 thread only. Callbacks may call any method; an exception from one goes to the loop's handler.
 """
@@ -84,7 +87,8 @@ class Hub(Generic[T]):
     the order sent; `on_lost(peer, why)`, which names its address, once and last, unless the peer
     was dropped or the hub closed. `on_refused(address, why)` for strangers, at most
     `limits.refusals_per_minute`; of one whose garbage came with the connection, the address may be
-    gone before it can be asked.
+    gone before it can be asked. `on_cut_off()`, once or more: nothing was heard of any peer for a
+    lease, or this process stood still for one; without it they are lost like others.
 
     Raises UserError when no port of the range is free or the address is not this host's.
     """
@@ -100,9 +104,11 @@ class Hub(Generic[T]):
         on_message: Callable[[int, T], None],
         on_lost: Callable[[int, str], None],
         on_refused: Callable[[str, str], None],
+        on_cut_off: Callable[[], None] | None = None,
         limits: Limits | None = None,
     ) -> None:
         self._limits = limits or Limits()
+        self._on_cut_off = on_cut_off
         self._loop = asyncio.get_running_loop()
         self._decoder: FrameDecoder[T] = FrameDecoder(receives, self._limits.max_message_bytes)
         self._on_joined = on_joined
@@ -116,7 +122,8 @@ class Hub(Generic[T]):
         self._unrouted: list[_Peer] = []
         self._ticks = 0
         self._tick_s = self._limits.lease_s / TICKS_PER_LEASE
-        self._clock = LeaseClock(self._loop.time(), 2 * self._tick_s)
+        self._ticked_s = self._loop.time()
+        self._clock = LeaseClock(self._ticked_s, 2 * self._tick_s)
 
         listener = listen(host, ports)
         self.port: int = listener.getsockname()[1]
@@ -321,11 +328,17 @@ class Hub(Generic[T]):
         sending to all."""
         if peer.live:
             self._hang_up(peer, why)
+            if self._has_stood_still():
+                self._loop.call_soon(self._tell_cut_off)
             self._loop.call_soon(self._tell_lost, peer.number, f"{peer.address}: {why}")
 
     def _tell_lost(self, number: int, why: str) -> None:
         if not self._closed:
             self._on_lost(number, why)
+
+    def _tell_cut_off(self) -> None:
+        if self._on_cut_off is not None and not self._closed:
+            self._on_cut_off()
 
     def _hang_up(self, peer: _Peer, why: str) -> None:
         peer.live = False
@@ -357,13 +370,33 @@ class Hub(Generic[T]):
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
-        now_s = self._clock.look(self._loop.time())
+        if self._peers and self._has_stood_still():
+            self._tell_cut_off()
+        self._ticked_s = self._loop.time()
+        now_s = self._clock.look(self._ticked_s)
         self._ticks += 1
+        lease_s, cut_off = self._limits.lease_s, self._looks_cut_off(now_s)
         for peer in list(self._peers.values()):
-            if now_s - peer.ledger.heard_s > self._limits.lease_s:
-                self._lose(peer, f"nothing was heard of it for {self._limits.lease_s:g} s")
+            if now_s - peer.ledger.heard_s > lease_s and not cut_off:
+                self._lose(peer, f"nothing was heard of it for {lease_s:g} s")
             elif self._ticks % TICKS_PER_BEAT == 0:
                 self._put(peer, encode_control(peer.ledger.beat()))
+
+    def _has_stood_still(self) -> bool:
+        """Whether this loop did not run for a lease: then it is this process that was away, and
+        that peers have hung up meanwhile says nothing of them."""
+        away_s = self._loop.time() - self._ticked_s
+        return self._on_cut_off is not None and away_s > self._limits.lease_s
+
+    def _looks_cut_off(self, now_s: float) -> bool:
+        """Whether no peer at all was heard of late. All of them beat thrice in a lease; so when the
+        lease of one runs out, half of it tells whether the others are still there."""
+        if self._on_cut_off is None or not self._peers:
+            return False
+        silences_s = [now_s - peer.ledger.heard_s for peer in self._peers.values()]
+        if min(silences_s) > self._limits.lease_s:
+            self._loop.call_soon(self._tell_cut_off)
+        return min(silences_s) > self._limits.lease_s / 2
 
     def _connection_closed(self, fd: int) -> bool:
         peer = self._by_fd.pop(fd, None)

@@ -74,8 +74,9 @@ class Link(Generic[T]):
 
     Callbacks: `on_joined()`; then `on_message(message)` for each message, in the order sent; then
     `on_lost(why)` once, and `on_joined()` again when the next connection stands. `on_waiting(why)`
-    tells why no connection comes about, when the reason changes. `find`: asked before each attempt
-    for the host and port to try, where they may change. `whom`: who is there, in messages.
+    tells why no connection comes about, when the reason changes. `on_read()`: more of what was sent
+    is known to be received; `unread_bytes` has fallen. `find`: asked before each attempt for the
+    host and port to try, where they may change. `whom`: who is there, in messages.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Link(Generic[T]):
         on_message: Callable[[T], None],
         on_lost: Callable[[str], None],
         on_waiting: Callable[[str], None],
+        on_read: Callable[[], None] = lambda: None,
         limits: Limits | None = None,
         find: Find | None = None,
         whom: str = "the coordinator",
@@ -99,6 +101,7 @@ class Link(Generic[T]):
         self.receives = receives
         self.on_joined = on_joined
         self.on_message = on_message
+        self.on_read = on_read
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.keys = curve_pair(secret.agent_private_key())
         self.coordinators_key = curve_pair(secret.coordinator_private_key())[0]
@@ -333,32 +336,38 @@ class _Connection(Generic[T]):
     def _take(self, frame: bytes) -> None:
         self._ledger.heard_s = self._clock.look(self._loop.time())
         try:
-            if is_control(frame):
-                self._obey(decode_control(frame))
-                return
-            message = self._decoder.data(frame)
+            tell = self._obey(decode_control(frame)) if is_control(frame) else self._data(frame)
         except ChannelError as error:
             why = f"{self._link.whom} broke the protocol: {error}"
             self._put(encode_control(Bye(why)))
             self._end(why)
             return
+        if tell is not None:  # a ChannelError of its own is none of the other side's
+            tell()
+
+    def _data(self, frame: bytes) -> Callable[[], None]:
+        """Returns whom to tell of it."""
+        message = self._decoder.data(frame)
         if self._ledger.receive(frame):
             self._put(encode_control(self._ledger.beat()))
-        self._link.on_message(message)
+        return lambda: self._link.on_message(message)
 
-    def _obey(self, control: Control) -> None:
+    def _obey(self, control: Control) -> Callable[[], None] | None:
+        """Returns whom to tell of it, if anybody."""
         if isinstance(control, Beat) and self.joined:
             self._ledger.acknowledge(control)
-        elif isinstance(control, Bye):
+            return self._link.on_read
+        if isinstance(control, Bye):
             self._end(f"{self._link.whom} ended the connection: {control.why}")
         elif isinstance(control, Welcome) and not self.joined:
             self._agree(control.lease_s, control.max_message_bytes, control.backlog_bytes)
             self._timer = self._loop.call_later(self._tick_s, self._tick)
             self.joined = True
             self.settled.set()
-            self._link.on_joined()
+            return self._link.on_joined
         else:
             raise ChannelError(f"{type(control).__name__} at the wrong time")
+        return None
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)

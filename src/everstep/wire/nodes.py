@@ -3,9 +3,10 @@
 Two directions: coordinator to agent (`ToNode`) and agent to coordinator (`FromNode`). What goes to
 or comes from a worker is carried in `Tell` and `Said` as it is; the worker's identity stands beside
 it, since many share the connection. An agent says `Register` first, is answered by `Welcome` or
-`Refuse`, and takes part in the job once it has said `Joined`. The end of the connection is the end
-of its part: it kills its workers, and may register anew, as another node. Times in what an agent
-forwards are on the coordinator's monotonic clock: the agent translates (agent/clocks.py)."""
+`Refuse`, and takes part in the job once it has said `Joined`. When the connection has ended it says
+`Register` again, with a report of its part so far: `Welcome` then says that this holds on, and
+`Displaced` that the job has gone on without. Times in what an agent forwards are on the
+coordinator's monotonic clock: the agent translates (agent/clocks.py)."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ class Refuse(Message):
 
 class Launch(Message):
     """Fork a worker after `delay_s`. The paths in `spec` are the agent's to choose. `kept`: what
-    the coordinator keeps of its rank: who said it, and what."""
+    the coordinator keeps of its rank beside what the spec tells: who said it, and what."""
 
     spec: WorkerSpec
     environment: dict[str, str]
@@ -281,6 +282,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     joining: bool
     settled: bool
+    stopped: bool
     step: int
     sections: int
     left_at: int | None
@@ -292,11 +294,15 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows that has lost its coordinator. `term`: of that one. `node`: the number it
     had. `slot`: -1 without one. `peers`: the nodes of the newest `Peers` that it got. `members`:
-    its living workers. `ended`: its dead ones, the newest of each rank. `kept`: what it keeps of
-    its own ranks and of those whose guardian it is, by rank, in the order in which it was said:
+    its living workers. `ended`: its dead ones, the newest of each rank. `copies`: (rank, step) of
+    the copies in its memory. `listens`: as it was when it joined. `run_id`: of the run in which all
+    that was. Times are on its own clock.
+
+    The following comes before it, in parts that the coordinator puts together (`Keeps`,
+    `Unwritten`): all of it could be too large for one message. `kept`: what it keeps of its own
+    ranks and of those whose guardian it is, by rank, in the order in which it was said:
     (incarnation, message). `unwritten`: commits of which it doesn't know that they were written,
-    with all that ranks said since that must be. `copies`: (rank, step) of the copies in its
-    memory. `listens`: as it was when it joined."""
+    with all that ranks said since that must be."""
 
     term: int
     node: int
@@ -304,18 +310,26 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[int, ...]
     members: tuple[MemberReport, ...]
     ended: tuple[Died, ...]
-    kept: dict[int, tuple[tuple[int, FromWorker], ...]]
-    unwritten: tuple[Said, ...]
     copies: tuple[tuple[int, int], ...]
     listens: Listens | None = None
+    run_id: str = ""
+    kept: dict[int, tuple[tuple[int, Keepsake], ...]] = msgspec.field(default_factory=dict)
+    unwritten: tuple[Said, ...] = ()
 
 
 class Keeps(Message):
-    """Before a `Register` with a report: what it keeps of `rank`, as the report's `kept` would have
-    it. All of them in one message could be too large for one."""
+    """Before a `Register` with a report, or before `Reclaimed`: something that it keeps of `rank`;
+    `incarnation` has said it."""
 
     rank: int
-    kept: tuple[tuple[int, FromWorker], ...]
+    incarnation: int
+    message: Keepsake
+
+
+class Unwritten(Message):
+    """Before a `Register` with a report: some of what may not be written yet."""
+
+    said: tuple[Said, ...]
 
 
 class Register(Message):
@@ -323,7 +337,8 @@ class Register(Message):
     `peer_port`: at which its agent listens for its peers, 0 where it doesn't. `domain`: its failure
     domain, "" where that is only the host. `versions`: of everstep, torch and Python. `name`: of
     the agent; two that live may not share it. `pid`, `boot_id`: of its process, so that one that
-    comes back is known. `report`: of its part in the job so far; None where it has none."""
+    comes back is known. `clock_s`: its host's monotonic clock when it wrote this. `report`: of its
+    part in the job so far; None where it has none."""
 
     name: str
     host: str
@@ -333,6 +348,7 @@ class Register(Message):
     boot_id: str
     versions: dict[str, str]
     peer_port: int = 0
+    clock_s: float = 0.0
     report: Report | None = None
 
 
@@ -390,10 +406,11 @@ class Note(Message):
 
 
 class Reclaimed(Message):
-    """The answer to `Reclaim` of this `turn`. `kept`: as Report has it."""
+    """The answer to `Reclaim` of this `turn`. `kept`: as Report has it; it comes before, as
+    `Keeps`."""
 
     turn: int
-    kept: dict[int, tuple[tuple[int, FromWorker], ...]]
+    kept: dict[int, tuple[tuple[int, Keepsake], ...]] = msgspec.field(default_factory=dict)
 
 
 class Offered(Message):
@@ -469,6 +486,7 @@ class Gone(Message):
 
 FromNode = (
     Keeps
+    | Unwritten
     | Register
     | Joined
     | Probed

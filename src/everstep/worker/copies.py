@@ -134,7 +134,8 @@ class Copies:
         """The loop is over: say how many steps were not copied, if any."""
         skipped = 0 if self._schedule is None else self._schedule.skipped
         if skipped and self._spec.rank == 0:  # all know the same
-            text = f"{skipped} steps were not copied, since copies move slower than steps are made"
+            were = "step was" if skipped == 1 else "steps were"
+            text = f"{skipped} {were} not copied, since copies move slower than steps are made"
             self._control.send(messages.Note(key="copies-skipped", text=text))
 
     def says(self, step: int) -> tuple[int, ...]:
@@ -159,7 +160,9 @@ class Copies:
 
     def _wait(self, schedule: Schedule, turn: int, generation: int) -> None:
         self._control.answer(messages.Safe, turn, _PATIENCE_S, generation)
-        schedule.settled(self._turns.pop(turn))
+        schedule.settled(self._turns[turn])
+        # Answers to earlier requests were passed over; they say nothing more.
+        self._turns = {later: step for later, step in self._turns.items() if later > turn}
 
     def _copy(
         self, state: State, step: int, generation: int, kept: tuple[int, ...], *, gradients: bool

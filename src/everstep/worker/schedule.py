@@ -33,13 +33,15 @@ class Schedule:
         self.steps: tuple[int, ...] = ()
         """The steps whose copies are common and must stay, the oldest first; that one is safe."""
         self.skipped = 0
-        """Copies that were due, and for which there was no room."""
+        """Copies that were due, and for which there was no room since copies move too slowly."""
+        self._inherited: set[int] = set()  # steps that were copied before the ranks regrouped
         self._settled: set[int] = set()  # of those, and of the step under way
         self._made: int | None = None
 
     def resume(self, steps: tuple[int, ...]) -> None:
         """The ranks have regrouped: copies of `steps` are common."""
         self.steps, self._settled, self._made = steps, set(steps[:1]), None
+        self._inherited = set(steps)
 
     def wants(self, step: int) -> bool:
         """Whether `step` is to be copied. Counts one for which there is no room."""
@@ -47,7 +49,8 @@ class Schedule:
             return False
         if len(self.steps) < AREAS:
             return True
-        self.skipped += 1
+        if not self._inherited & set(self.steps):  # else room is made when the first has come
+            self.skipped += 1
         return False
 
     def must_wait(self, step: int) -> int | None:
