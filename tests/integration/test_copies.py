@@ -139,7 +139,7 @@ def test_without_copies_the_shards_of_a_node_are_lost_by_name(tmp_path: Path) ->
 # ---------------------------------------------------------------- steps that don't wait
 
 
-ON_NODES = {"nproc": 1, "local_nodes": 3, "spares": 1, "copies": "async"}
+ON_NODES: dict[str, Any] = {"nproc": 1, "local_nodes": 3, "spares": 1, "copies": "async"}
 
 
 def test_a_node_dies_while_its_copy_is_under_way(tmp_path: Path) -> None:

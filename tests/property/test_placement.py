@@ -73,6 +73,15 @@ def test_every_state_has_its_copies_and_everybody_keeps_alike(
 
 
 @given(clusters(), st.integers(1, 4), schemes)
+def test_a_slots_neighbour_is_the_first_that_keeps_a_copy(
+    sites: list[Site], copies: int, scheme: Scheme
+) -> None:
+    placement = place(sites, copies, scheme)
+    others = {site.slot: placement.holders(site.slot)[1:] for site in sites}
+    assert placement.neighbours() == {slot: found[0] for slot, found in others.items() if found}
+
+
+@given(clusters(), st.integers(1, 4), schemes)
 def test_no_domain_has_two_copies_unless_it_is_too_large(
     sites: list[Site], copies: int, scheme: Scheme
 ) -> None:

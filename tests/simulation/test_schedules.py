@@ -76,7 +76,7 @@ def test_every_fault_comes_in_every_phase(phase: str) -> None:
     by_kind = Counter[str]()
     for (kind, when, _), count in coverage().hits.items():
         by_kind[kind] += count if when == phase else 0
-    assert all(by_kind[kind] >= 2 for kind in FAULTS), by_kind
+    assert all(by_kind[kind] >= 1 for kind in FAULTS), by_kind
 
 
 @pytest.mark.parametrize("kind", FAULTS)

@@ -123,8 +123,9 @@ def test_a_new_search_begins_with_all(way: str) -> None:
     world.ferry.take(0, SEEK)
     if way == "a new generation":
         world.ferry.keepers(8, {1: 2}, (4, 5))
-        order = nodes.Keepers(generation=8, keepers={1: 2}, steps=(4, 5))
-        assert [o for o in world.orders if o[1] == order] == [(node, order) for node in (0, 1, 2)]
+        keepers = nodes.Keepers(generation=8, keepers={1: 2}, steps=(4, 5))
+        told = [each for each in world.orders if each[1] == keepers]
+        assert told == [(node, keepers) for node in (0, 1, 2)]
         again = SEEK
     else:
         again = nodes.Seek(**{**WHO, "incarnation": 3}, spoiled=False)

@@ -254,6 +254,23 @@ def test_large_ones_are_let_go_sooner_and_told_in_parts(
     assert said[:2] == large[:2]
 
 
+def test_what_is_not_answered_is_said_again(told: Told) -> None:
+    def unanswered() -> list[m.FromWorker]:
+        return [said.message for said in told.memoirs.unanswered() if said.rank == 2]
+
+    def address(group: str, generation: int = 0) -> m.Address:
+        return m.Address(generation=generation, group=group, rank=2, size=2, payload=b"")
+
+    fault = m.Fault(generation=0, step=2, cause=SIGKILLED)
+    for message in (address("a"), address("b"), address("c", generation=-1), fault):
+        told.memoirs.said(2, 1, message)
+    assert unanswered() == [address("a"), address("b"), fault]
+    told.memoirs.told(2, 1, m.Addresses(generation=0, group="a", entries={}))
+    assert unanswered() == [address("b"), fault]
+    told.both(regroup(1, 3))
+    assert unanswered() == []
+
+
 def test_times_stay_on_this_hosts_clock(told: Told) -> None:
     """Which the next coordinator is told with the report."""
     cause = Cause(kind=CauseKind.EXIT, text="", at_s=1.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from tests.unit.netcases import on_a_loop
 from tests.unit.test_agent_memoir import commit, spec
@@ -261,3 +262,36 @@ async def test_who_may_not_ask_for_its_coordinator_goes_on_while_its_workers_do(
     agent._tenure = None if tenure is None else cast(Tenure, Away(tenure))
     with pytest.raises(error, match="permission denied"):
         await agent._find()
+
+
+class LinkOnPaper:
+    def __init__(self) -> None:
+        self.left: list[str] = []
+
+    def leave(self, why: str) -> None:
+        self.left.append(why)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("what", [nodes.Displaced(why="w", term=1), nodes.Refuse(text="t", term=1)])
+@on_a_loop
+async def test_a_coordinator_that_has_been_replaced_is_not_obeyed(
+    what: nodes.ToNode, tmp_path: Path
+) -> None:
+    taken: list[nodes.ToNode] = []
+
+    class Taking(Away):
+        def take(self, message: nodes.ToNode) -> None:
+            taken.append(message)
+
+    agent, link = _Agent(settings(tmp_path), make_secret(), {}), LinkOnPaper()
+    agent._tenure, agent._link = cast(Tenure, Taking(True)), cast(Link[nodes.ToNode], link)
+    agent._newest_term = 2
+    agent._take(what)
+    assert link.left == ["term 1 has ended: that of 2 has begun"]
+    assert not taken
+    newer = msgspec.structs.replace(what, term=3)
+    agent._take(newer)
+    assert taken == [newer]
+    assert agent._newest_term == 3

@@ -15,6 +15,7 @@ from tests.unit.test_agent_remote import VERSIONS, Case, until
 
 from everstep.agent.desk import Desk, RecentLines
 from everstep.agent.fleet import Fleet
+from everstep.agent.remote import CutOffError
 from everstep.core.actions import End
 from everstep.errors import TransientError
 from everstep.launch.client import (
@@ -27,7 +28,7 @@ from everstep.launch.client import (
     stop_job,
 )
 from everstep.wire import clients, nodes
-from everstep.wire.clients import AskLogs, Line
+from everstep.wire.clients import AskLogs, AskStop, Line
 from everstep.wire.messages import ScriptSpec
 from everstep.wire.secret import make_secret
 
@@ -168,6 +169,31 @@ def test_a_stop_is_asked_for_once_and_waits_for_the_end(now: bool) -> None:
         assert not asking.done()
         case.registry.close()
         await asyncio.wait_for(asking, PATIENCE_S)
+
+    play(act)
+
+
+def test_who_asks_for_a_stop_again_writes_nothing() -> None:
+    async def act(case: Case, client: Client) -> None:
+        script = ScriptSpec(target="t", module=False, args=())
+        fleet = cast(Fleet, case.fleet)
+        desk = Desk(fleet, Jam(), lambda: (), run_id="r", script=script, term=0)
+        for now in (False, False, True, False, True):
+            desk.take(0, AskStop(who="ada", now=now))
+        assert [told[0] for told in case.fleet.told].count("note") == 2
+        over(case)
+        await asyncio.sleep(0)
+        desk.take(0, AskStop(who="bob", now=True))
+        assert [told[0] for told in case.fleet.told].count("note") == 2
+        desk.close()
+
+    play(act)
+
+
+def test_a_job_that_goes_on_without_this_coordinator_is_not_over() -> None:
+    async def act(case: Case, client: Client) -> None:
+        case.fleet.ended.set_exception(CutOffError("nobody is heard"))
+        assert (await client.status()).exit_code is None
 
     play(act)
 

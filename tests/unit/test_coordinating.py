@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from pathlib import Path
@@ -133,7 +134,7 @@ class Agent:
         )
 
 
-def made(folder: Path, **changes: Any) -> Coordinating:
+def made(folder: Path, *, wait_s: float = 0.0, resume: bool = True, **changes: Any) -> Coordinating:
     script = folder / "train.py"
     script.write_text("")
     known: dict[str, Any] = {"run_id": "one", "log_dir": str(folder), "local_nodes": 1, **changes}
@@ -145,8 +146,8 @@ def made(folder: Path, **changes: Any) -> Coordinating:
         ZygotePlan(),
         environ,
         port=0,
-        resume=True,
-        wait_s=0.0,
+        resume=resume,
+        wait_s=wait_s,
     )
 
 
@@ -305,6 +306,17 @@ async def test_one_that_loses_its_lease_while_it_says_where_it_is_ends_nothing(
     with pytest.raises(DeposedError, match="it was not renewed in time"):
         await made(tmp_path).run()
     assert "job_ended" not in events_of(tmp_path)
+
+
+@on_a_loop
+@pytest.mark.parametrize("ours", [False, True])
+async def test_an_order_to_end_waits_for_the_lease_where_the_job_is_ours(
+    tmp_path: Path, ours: bool
+) -> None:
+    coordinating = made(tmp_path, wait_s=math.inf, resume=ours)
+    coordinating.stop_asked(signal.SIGINT)
+    assert coordinating._asked == ([signal.SIGINT] if ours else [])
+    assert coordinating._cut.done() is not ours
 
 
 @on_a_loop

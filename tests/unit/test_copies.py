@@ -53,9 +53,11 @@ def test_copies_travel_step_by_step(tmp_path: Path) -> None:
         with there.bytes() as data, here.bytes() as room:
             sink = Sink(room, manifest.block_bytes, manifest.blocks)
             ended = threading.Event()
-            ticket = listener.lend(
-                Source(data), node=1, lifetime_s=30.0, on_end=lambda _, ended=ended: ended.set()
-            )
+
+            def on_end(_: object, ended: threading.Event = ended) -> None:
+                ended.set()
+
+            ticket = listener.lend(Source(data), node=1, lifetime_s=30.0, on_end=on_end)
             offer = Offer(host=HOST, port=listener.port, ticket=ticket)
             fetch(sink, [offer], caller, deadline_s=30)
             assert ended.wait(30)

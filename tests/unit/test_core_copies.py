@@ -119,13 +119,13 @@ def test_two_steps_that_all_ranks_have_stay_at_a_regroup() -> None:
         told(table, (0, step, 0), (1, step, 1))
     table.spoiled(1, 3, 1)
     table.regroup(4)
-    assert table.needed == (2, 4)
+    assert list(table.needed) == [2, 4]
     assert table.steps(0) == [2, 4]
     table.regroup(3)
-    assert table.needed == (2,)
+    assert list(table.needed) == [2]
     table.lose(1)
     table.regroup(3)
-    assert table.needed == ()
+    assert list(table.needed) == []
     assert table.steps(0) == []
 
 
@@ -487,7 +487,7 @@ def test_all_ranks_make_copies_if_any_must() -> None:
     mixed = OnNodes(nnodes=2, spares=1, shards=3, copies=True, copy_every=2).gather()
     mixed.set_up()
     (go,) = mixed.got(do.SendGo, everything=True)
-    assert (go.copied, go.copy_every) == ({0, 1, 2, 3}, 2)
+    assert (set(go.copied), go.copy_every) == ({0, 1, 2, 3}, 2)
     assert set(mixed.one(do.SendKeepers).keepers) == {0, 1, 2, 3}
     none = OnNodes(nnodes=2, spares=1, shards=2, copies=True, copy_every=2).gather()
     none.set_up()

@@ -522,12 +522,12 @@ def test_the_step_after_a_regroup_for_which_there_is_no_room_is_no_news(
     ranks.run(2)
     ranks.copies.resume((1, 2))
     ranks.run(2)
-    assert ranks.asked[-1] == (1, 2), "for step 3, and none for step 4"
+    assert list(ranks.asked[-1]) == [1, 2], "for step 3, and none for step 4"
     ranks.copies.closing()
     assert not any(isinstance(said, messages.Note) for said in agent.said)
     ranks.settle(3)
     ranks.run(2)
-    assert ranks.asked[-1] == (3,)
+    assert list(ranks.asked[-1]) == [3]
 
 
 # ---------------------------------------------------------------- what is not to be believed

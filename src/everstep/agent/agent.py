@@ -166,7 +166,7 @@ class _Agent:
             self._tenure.found()
 
     def _take(self, message: nodes.ToNode) -> None:
-        if isinstance(message, nodes.Welcome):
+        if isinstance(message, nodes.Welcome | nodes.Displaced | nodes.Refuse):
             if message.term < self._newest_term:
                 newest = self._newest_term
                 self._link.leave(f"term {message.term} has ended: that of {newest} has begun")

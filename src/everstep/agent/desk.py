@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from everstep.agent.fleet import Fleet
+from everstep.agent.fleet import Fleet, LeaveError
 from everstep.core.words import name_ranks
 from everstep.observe.narrate import Narrator
 from everstep.observe.pace import Pace
@@ -138,6 +138,7 @@ class Desk:
         self._clients: set[int] = set()
         self._readers: dict[int, _Reader] = {}
         self._is_over = False  # and those who were there have been told so
+        self._stops: set[bool] = set()  # what was asked for and written down: whether at once
         fleet.also_show(self)
         fleet.ended.add_done_callback(lambda _: self._ended())
 
@@ -203,10 +204,12 @@ class Desk:
         )
 
     def _stop(self, *, now: bool, who: str) -> None:
-        how = "to end at once" if now else "to end"
-        text = f"{who} has asked the job {how} (everstep stop)"
-        fields = {"key": f"stop-asked-{now}", "text": text, "rank": None}
-        self._fleet.record(Record(event="note", fields=fields))
+        if now not in self._stops and not self._is_over:  # who asks again changes nothing
+            self._stops.add(now)
+            how = "to end at once" if now else "to end"
+            text = f"{who} has asked the job {how} (everstep stop)"
+            fields = {"key": f"stop-asked-{now}", "text": text, "rank": None}
+            self._fleet.record(Record(event="note", fields=fields))
         self._fleet.end_asked(now=now)
 
     def _ended(self) -> None:
@@ -226,6 +229,8 @@ class Desk:
         if not ended.done() or ended.cancelled():
             return None, ""
         error = ended.exception()
+        if isinstance(error, LeaveError):
+            return None, ""
         return self._fleet.exit_code, ended.result().text if error is None else str(error)
 
     # ------------------------------------------------------------ lines

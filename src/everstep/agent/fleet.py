@@ -41,6 +41,10 @@ Kept = tuple[tuple[int, Keepsake], ...]
 _WRITTEN_EVERY_S = 0.25
 
 
+class LeaveError(EverstepError):
+    """What ends this coordinator, and not the job, which goes on without it."""
+
+
 class NodeHandle(Protocol):
     """What a fleet needs of a node; `agent.node.Node` says what each call does. No call but `close`
     blocks or waits."""

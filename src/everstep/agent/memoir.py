@@ -42,7 +42,8 @@ _encoder = msgspec.msgpack.Encoder()
 class _Life:
     """One living worker. `stopped`: the newest generation that it was told to stop, or that failed
     for it. `led_to`: the position to which its newest regroup leads. `fault`: its word of a failure
-    in its present world."""
+    in its present world. `addresses`: those of it, by group, for which it has not got the others'
+    yet."""
 
     generation: int
     joining: bool
@@ -51,6 +52,7 @@ class _Life:
     position: tuple[int, int] = (0, 0)
     led_to: tuple[int, int] = (0, 0)
     fault: messages.Fault | None = None
+    addresses: dict[str, messages.Address] = field(default_factory=dict)
     left_at: int | None = None
     finished: bool = False
     closed: bool = False
@@ -105,7 +107,10 @@ class Memoirs:
             case messages.Regroup(generation=generation):
                 life.generation, life.joining, life.settled = generation, False, False
                 life.led_to, life.fault = (message.step, message.sections), None
+                life.addresses.clear()
                 life.left_at = life.left_at if life.closed else None
+            case messages.Addresses(group=group):
+                life.addresses.pop(group, None)
             case messages.Closed():
                 life.closed = True
             case messages.Bye():
@@ -122,6 +127,8 @@ class Memoirs:
             case messages.Fault(generation=generation):
                 self._stop(life, generation)
                 life.fault = message if generation == life.generation else life.fault
+            case messages.Address(group=group) if message.generation == life.generation:
+                life.addresses[group] = message
             case messages.Park(generation=generation):
                 self._stop(life, generation)
             case messages.Receipt(generation=generation, ok=True):
@@ -184,11 +191,13 @@ class Memoirs:
             if life.settled and not life.finished
         ]
 
-    def faults(self) -> Iterable[nodes.Said]:
-        """The failures that workers have told of, in the worlds in which they still are."""
+    def unanswered(self) -> Iterator[nodes.Said]:
+        """What workers have said in the worlds in which they still are, and wait for what comes of
+        it: the failures that they have told of, and the addresses of those who build a group."""
         for (rank, incarnation), life in sorted(self._lives.items()):
-            if life.fault is not None:
-                yield nodes.Said(rank=rank, incarnation=incarnation, message=life.fault)
+            asked: list[FromWorker] = [*life.addresses.values()]
+            for message in [*asked, life.fault] if life.fault is not None else asked:
+                yield nodes.Said(rank=rank, incarnation=incarnation, message=message)
 
     def report(
         self,

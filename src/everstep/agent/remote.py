@@ -24,7 +24,7 @@ import msgspec
 from everstep.agent import clocks
 from everstep.agent.desk import Desk
 from everstep.agent.ending import END_TIMEOUT_S
-from everstep.agent.fleet import Berth, Fleet, Kept
+from everstep.agent.fleet import Berth, Fleet, Kept, LeaveError
 from everstep.agent.parts import Parts
 from everstep.agent.preflight import Plan, Preflight, Station
 from everstep.core.words import name_signal
@@ -40,11 +40,11 @@ _Process = tuple[str, int]  # boot_id of its host, and pid
 _STRAY_S = 1.0  # before it is hung up on
 
 
-class CutOffError(TransientError):
+class CutOffError(LeaveError, TransientError):
     """No node is heard any more, all at once. They go on, and know more than their coordinator."""
 
 
-class RunGoesOnError(UserError):
+class RunGoesOnError(LeaveError, UserError):
     """Agents have a part in a run that this coordinator does not know, and may not begin again."""
 
 
@@ -277,7 +277,7 @@ class Registry:
             twin = None
         report = who.report
         if report is not None and (why := self._why_stray(who, report)):
-            self._let_be(peer, who, why)
+            self._let_be(peer, who, why, ours=report.run_id == self._settings.run_id)
         elif report is not None and self._fleet.ended.done():
             self._end(peer, who, report)
         elif why := self._objection(peer, who, None if twin is None else twin[1]):
@@ -303,14 +303,14 @@ class Registry:
             )
         return ""
 
-    def _let_be(self, peer: int, who: nodes.Register, why: str) -> None:
-        """Its workers go on, and another coordinator may come for them. If nothing has begun here,
-        nothing does."""
+    def _let_be(self, peer: int, who: nodes.Register, why: str, *, ours: bool) -> None:
+        """Its workers go on, and another coordinator may come for them. If it is `ours`, of the
+        same run, and nothing has begun here, nothing does."""
         if _process(who) not in self._strays:
             self._strays.add(_process(who))
             text = f"agent {who.name} on host {who.host} is let be: {why}"
             self._note(f"stray-{who.name}-{who.pid}", text)
-        if not (self._fleet.ended.done() or self._fleet.inhabited):
+        if ours and not (self._fleet.ended.done() or self._fleet.inhabited):
             self._fleet.failed(
                 RunGoesOnError(
                     f"a job goes on, of which nothing is known here: agent {who.name} on host "
@@ -362,7 +362,7 @@ class Registry:
         fields = {"node": report.node, "name": who.name, "host": who.host, "text": why}
         self._fleet.record(Record(event="node_displaced", fields=fields))
         self._displaced.add(peer)
-        self._hub.send(peer, nodes.Displaced(why=why))
+        self._hub.send(peer, nodes.Displaced(why=why, term=self._term))
 
     def _node(self, peer: int, who: nodes.Register, number: int) -> RemoteNode:
         node = RemoteNode(
@@ -470,7 +470,8 @@ class Registry:
     def _refuse(self, peer: int, who: nodes.Register, why: str) -> None:
         text = f"agent {who.name} on host {who.host} is refused: {why}"
         self._note(f"refused-{who.name}", text)
-        self._hub.send(peer, nodes.Refuse(text=f"refused by the coordinator: {why}"))
+        text = f"refused by the coordinator: {why}"
+        self._hub.send(peer, nodes.Refuse(text=text, term=self._term))
         self._drop(peer, why)
 
     def _drop(self, peer: int, why: str) -> None:

@@ -46,11 +46,12 @@ Where = Callable[[], Awaitable[tuple[str, int, int] | None]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSettings:
     """Where an agent finds its coordinator (host and port, or what says where) and keeps its files.
-    `name`, `host`,
-    `domain`: as it registers. `interface`: whose address it and its workers listen at; "": that
-    which leads to the coordinator. `ports`: of its own listeners. `join_timeout_s`: how long it
-    looks for a coordinator at first. `coordinator_timeout_s`: how long it goes on without one.
-    `grace_s`: between SIGTERM and SIGKILL of its workers when it is asked to end."""
+
+    `name`, `host`, `domain`: as it registers. `interface`: whose address it and its workers listen
+    at; "": that which leads to the coordinator. `ports`: of its own listeners. `join_timeout_s`:
+    how long it looks for a coordinator at first. `coordinator_timeout_s`: how long it goes on
+    without one. `grace_s`: between SIGTERM and SIGKILL of its workers when it is asked to end.
+    """
 
     coordinator: tuple[str, int]
     where: Where | None = None
@@ -292,7 +293,7 @@ class Tenure:
         self._term = welcome.term
         if welcome.adopted:
             self._end_absence()
-            for said in self._memoirs.faults():
+            for said in self._memoirs.unanswered():
                 self._send_said(said)
             return
         self._number = welcome.node

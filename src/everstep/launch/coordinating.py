@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.agent import clocks, identity, open_files
-from everstep.agent.fleet import Fleet
+from everstep.agent.fleet import Fleet, LeaveError
 from everstep.agent.node import failures_go_to
 from everstep.agent.preflight import Plan
-from everstep.agent.remote import CutOffError, Registry, RunGoesOnError
+from everstep.agent.remote import CutOffError, Registry
 from everstep.agent.workers import free_port
 from everstep.agent.zygote import ZygotePlan
 from everstep.core.actions import End
@@ -64,7 +64,7 @@ class DeposedError(TransientError):
     exit_code = LEASE_LOST_EXIT_CODE
 
 
-class LeftError(TransientError):
+class LeftError(LeaveError, TransientError):
     """The coordinator was asked to leave the job alone."""
 
 
@@ -329,7 +329,7 @@ class Coordinating:
             if not tenancy.holds:
                 raise _deposed(tenancy)
             return fleet.ended.result() if fleet.ended.done() else self._result_of_cut()
-        except (LeftError, CutOffError, RunGoesOnError) as error:
+        except LeaveError as error:
             goes_on = True
             fields = {"term": tenancy.term, "text": str(error)}
             fleet.record(Record(event="coordinator_left", fields=fields))

@@ -76,8 +76,8 @@ class CoordinatorProcess:
         finally:
             self._channel.close()
             code = self._popen.wait(timeout=END_TIMEOUT_S)
-            self._log.seek(0)
-            self.last_words = self._log.read()[-_TAIL_BYTES:].decode(errors="replace").strip()
+            self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            self.last_words = self._log.read().decode(errors="replace").strip()
             self._log.close()
             self.ended.set_result(code)
 

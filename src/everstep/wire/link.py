@@ -1,4 +1,4 @@
-"""An agent's side of the control plane: one connection to the coordinator, made again when lost.
+"""One connection to a hub, the coordinator's or another agent's, made again when lost.
 
 Theory of operation. A link tries until the other side comes: the name is resolved anew for each
 attempt, its addresses are tried one after the other, and the pauses grow, with jitter, so that a

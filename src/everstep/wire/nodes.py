@@ -84,15 +84,17 @@ class Welcome(Message):
 
 class Displaced(Message):
     """The job has gone on without what the node reported, since `why`: it ends its workers, and
-    registers anew, with nothing."""
+    registers anew, with nothing. `term`: as in Welcome."""
 
     why: str
+    term: int = 0
 
 
 class Refuse(Message):
-    """The node can not take part; `text` says why and what to do."""
+    """The node can not take part; `text` says why and what to do. `term`: as in Welcome."""
 
     text: str
+    term: int = 0
 
 
 class Launch(Message):
