@@ -106,6 +106,27 @@ def test_steps_that_were_made_meanwhile_are_written_down() -> None:
     assert [line["step"] for line in d.journal("step")] == [6, 7, 8]
 
 
+def test_a_spare_that_comes_late_is_taken_in_as_it_is() -> None:
+    d = Resuming(spares=1).resume()
+    d.back(0)
+    d.back(1)
+    assert d.resumed["undisturbed"]
+    d.spare_back(2)
+    assert not [action for action in d.last if isinstance(action, do.Dismiss)]
+    d.tell(ev.NodeLost(node=1, cause=CLOSED))
+    for rank in (0, 1):
+        d.tell(ev.Parked(**d.who(rank), generation=3, holding=Holding(committed=7)))
+    assert 2 in {action.node for action in d.got(do.Spawn, everything=True)}
+
+
+def test_who_held_a_slot_and_comes_late_is_sent_away() -> None:
+    d = Resuming().resume()
+    d.back(0)
+    d.back(1)
+    d.back(7, slot=1)
+    assert [action.node for action in d.last if isinstance(action, do.Dismiss)] == [7]
+
+
 def test_who_was_stopped_is_not_found_running_whatever_it_restores() -> None:
     d = Resuming().resume()
     stopped = d.member(1, settled=False, stopped=True)

@@ -285,10 +285,16 @@ class Registry:
         elif report is None:
             number, self._next_number = self._next_number, self._next_number + 1
             self._admit(peer, who, number)
-        elif self._fleet.reconvenes and report.node not in self._welcomed:
+        elif self._is_adoptable(report):
             self._adopt(peer, who, report)
         else:
             self._displace(peer, who, report)
+
+    def _is_adoptable(self, report: nodes.Report) -> bool:
+        """Whether an agent of an earlier coordinator's keeps its part: while such are waited for,
+        and a spare also later."""
+        spare = report.slot < 0 and report.term < self._term
+        return (self._fleet.reconvenes or spare) and report.node not in self._welcomed
 
     def _why_stray(self, who: nodes.Register, report: nodes.Report) -> str:
         """Why what an agent reports is no part of the job that is coordinated here; "" if it may

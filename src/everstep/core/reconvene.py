@@ -57,8 +57,13 @@ def on_back(job: Job, event: ev.NodeBack) -> None:
     rejoined = job.rejoined
     if job.nodes.get(event.node) is not None:
         return  # it is told twice
-    if rejoined is None or job.nodes.is_lost(event.node):
+    if job.nodes.is_lost(event.node) or (rejoined is None and event.slot is not None):
         job.out.put(do.Dismiss(node=event.node, why=GONE_ON))
+        return
+    if rejoined is None:  # a spare, which was not waited for: it is warm, and has missed nothing
+        spare = job.nodes.join(event.node, event.host, event.domain)
+        assert spare is not None
+        job.out.node_joined(spare)
         return
     on_first(job)
     node = job.nodes.join(event.node, event.host, event.domain)

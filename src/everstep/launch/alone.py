@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from everstep.agent import identity
 from everstep.agent.fleet import Fleet
 from everstep.agent.node import Ground, Node, failures_go_to, new_mark
 from everstep.agent.workers import free_port
@@ -115,10 +116,11 @@ async def _open(
 ) -> None:
     """Begin the job as soon as its one node can fork; what prevents it ends the job."""
     try:
+        digest = identity.script_digest(settings.script)
         ready = await node.open(range(settings.world_size))
     except Exception as error:  # noqa: BLE001 - whoever waits for the job's end raises it
         fleet.failed(error)
         return
-    fields = started_fields(settings, ready.torch, seed, master_port)
+    fields = started_fields(settings, ready.torch, seed, master_port, digest)
     fleet.record(Record(event="job_started", fields=fields))
     fleet.start()

@@ -279,6 +279,10 @@ class Coordinating:
             master=(self._host, master_port),
         )
         versions = identity.versions()
+        # The script may have been edited since: the job's is the one with which it began.
+        digest = started.get("script_digest")
+        if digest is None:
+            digest = identity.script_digest(settings.script)
         registry = Registry(
             fleet,
             host=self._host,
@@ -287,7 +291,7 @@ class Coordinating:
             lease_s=settings.lease_s,
             settings=node_settings(settings, seed, self._plan),
             versions=versions,
-            script_digest=identity.script_digest(settings.script),
+            script_digest=digest,
             nproc_per_node=settings.nproc_per_node,
             must_start=not settings.coordinator,
             term=tenancy.term,
@@ -305,7 +309,7 @@ class Coordinating:
                 self._view.record(directory.journal.header)
             fleet.record(_coordinator_started(tenancy.term, past))
             if past.started is None:
-                fields = started_fields(settings, versions["torch"], seed, master_port)
+                fields = started_fields(settings, versions["torch"], seed, master_port, digest)
                 fleet.record(Record(event="job_started", fields=fields))
             listens = {"host": self._host, "port": registry.port}
             fleet.record(Record(event="listening", fields=listens))

@@ -124,12 +124,13 @@ def hash_seed(environ: Mapping[str, str], run_id: str) -> str:
 
 
 def started_fields(
-    settings: RunSettings, torch: str, seed: str, master_port: int
+    settings: RunSettings, torch: str, seed: str, master_port: int, script_digest: str
 ) -> dict[str, Any]:
     """The fields of the record `job_started`."""
     return {
         "world_size": settings.world_size,
         "script": settings.script.target,
+        "script_digest": script_digest,
         "args": settings.script.args,
         "chaos": [spec.text for spec in settings.chaos],
         "nproc_per_node": settings.nproc_per_node,
