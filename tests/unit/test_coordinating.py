@@ -24,6 +24,7 @@ from everstep.launch.coordinating import (
     DeposedError,
     LeftError,
     _refuse_another_job,
+    _script_digest,
 )
 from everstep.launch.job import started_fields
 from everstep.launch.lease import TERM_FILE, InPlace, LeaseLost
@@ -166,7 +167,7 @@ def begun(folder: Path, *more: tuple[str, dict[str, Any]]) -> None:
     """The journal of a run in which node 0 has joined."""
     (folder / "one").mkdir()
     settings = made(folder)._settings
-    fields = started_fields(settings, "2", "1", 29500)
+    fields = started_fields(settings, "2", "1", 29500, "d")
     events = [("coordinator_started", {"term": 0}), ("job_started", fields)]
     events += [("node_joined", {"node": 0, "host": "h", "domain": "h"}), *more]
     journal = JournalWriter(folder / "one" / "journal.jsonl", run_id="one", wall_time=0.0)
@@ -242,7 +243,7 @@ def test_a_job_that_is_laid_out_otherwise_is_another(
         **{"local_nodes": 2, "nproc_per_node": 1, "copies": "async", **changes},
     )
     before = RunSettings(script=settings.script, local_nodes=2, copies="async")
-    fields = started_fields(before, "2", "1", 29500) | {"args": []}
+    fields = started_fields(before, "2", "1", 29500, "d") | {"args": []}
     past = Past(started=fields)
     (what,) = changes.keys() - {"local_nodes"}
     with pytest.raises(UserError, match=f"another job: its {what} is"):
@@ -343,3 +344,14 @@ async def test_a_lease_that_comes_with_the_order_to_leave_is_given_back(
     with pytest.raises(LeftError):
         await running
     assert not tenancies[0].holds
+
+
+def test_the_script_of_a_job_is_the_one_with_which_it_began(tmp_path: Path) -> None:
+    """It may be edited while the job runs: who has the new one can't take part."""
+    script = tmp_path / "train.py"
+    script.write_text("lr = 0.01\n")
+    target = ScriptSpec(target=str(script), module=False, args=())
+    first = _script_digest(None, target)
+    script.write_text("lr = 0.02\n")
+    assert _script_digest({"script_digest": first}, target) == first
+    assert _script_digest(None, target) != first

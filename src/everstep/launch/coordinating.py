@@ -56,6 +56,7 @@ from everstep.observe.rundir import RunDirectory, make_run_directory
 from everstep.observe.view import View
 from everstep.settings import RunSettings, endpoint, secret_of
 from everstep.types import Record
+from everstep.wire.messages import ScriptSpec
 
 
 class DeposedError(TransientError):
@@ -279,10 +280,7 @@ class Coordinating:
             master=(self._host, master_port),
         )
         versions = identity.versions()
-        # The script may have been edited since: the job's is the one with which it began.
-        digest = started.get("script_digest")
-        if digest is None:
-            digest = identity.script_digest(settings.script)
+        digest = _script_digest(past.started, settings.script)
         registry = Registry(
             fleet,
             host=self._host,
@@ -384,6 +382,14 @@ async def _read(journal: Path) -> Past:
     """What a journal tells; nothing, if there is none. It may be long, and the lease is to be
     renewed meanwhile. Raises JournalError."""
     return await asyncio.to_thread(lambda: recall(records_of(journal) if journal.exists() else ()))
+
+
+def _script_digest(started: Mapping[str, Any] | None, script: ScriptSpec) -> str:
+    """Of the script of the job. It may have been edited since: the job's is the one with which it
+    began."""
+    if started is not None and "script_digest" in started:
+        return str(started["script_digest"])
+    return identity.script_digest(script)
 
 
 def _refuse_another_job(settings: RunSettings, past: Past, path: Path) -> None:
