@@ -8,23 +8,11 @@ import pytest
 
 from everstep.agent.ferry import Ferry
 from everstep.wire import nodes
-from everstep.wire.bulk import Offer
 
-TAKE = nodes.Take(
-    rank=1,
-    incarnation=2,
-    generation=7,
-    step=5,
-    keep=(4,),
-    manifest=b"{}",
-    offer=Offer(host="there", port=1, ticket=b"a ticket, sixteen"[:16]),
-    source=0,
-)
 WHO = {"rank": 1, "incarnation": 2, "generation": 7, "step": 5}
 TOOK = nodes.Took(**WHO)
 UNTAKEN = nodes.Untaken(**WHO, source=0, text="no room")
 SEEK = nodes.Seek(**WHO, spoiled=False)
-SECURED = nodes.Secured(**WHO)
 MISSING = nodes.Missing(rank=1, generation=7, step=5)
 
 
@@ -68,23 +56,19 @@ class World:
         return sorted(self.holders)
 
 
-def test_an_offer_goes_to_its_taker_and_the_answer_home() -> None:
+def test_where_a_copy_is_goes_to_the_core_and_to_nobody_else() -> None:
     world = World()
-    world.ferry.take(0, nodes.Offered(to=2, take=TAKE))
     world.ferry.take(2, TOOK)
-    assert world.orders == [(2, TAKE), (0, SECURED)]
-    assert world.heard == [(TOOK, 2)]
     world.ferry.take(0, TOOK)  # the rank's own
-    assert world.orders[2:] == []
-    world.ferry.take(0, nodes.Offered(to=9, take=TAKE))
-    assert world.orders[2:] == []
+    assert world.heard == [(TOOK, 2), (TOOK, 0)]
+    assert world.orders == []
 
 
 def test_a_keeper_without_room_is_not_waited_for_and_said_once() -> None:
     world = World()
     for _ in range(2):
         world.ferry.take(2, UNTAKEN)
-    assert world.orders == [(0, SECURED)] * 2
+    assert world.orders == []
     assert world.heard == [UNTAKEN] * 2
     (note,) = world.notes
     assert "node 2 can't keep the copy of rank 1 at step 5" in note

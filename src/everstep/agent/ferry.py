@@ -1,8 +1,8 @@
 """Carries what nodes tell of copies to those whom it is for, on the coordinator's side.
 
-Theory of operation: a copy that is offered goes to the node that is to take it; that it is there,
-or can't be, goes to the core, and back to the node of the rank. A process that needs a copy which
-its node does not have is lent it by a node that does; one that turns out not to have it, or not
+Theory of operation: a rank's node and its keeper speak with each other (peering.py); that a copy is
+there, or can't be, is told here too, and goes to the core. A process that needs a copy which its
+node does not have is lent it by a node that does; one that turns out not to have it, or not
 whole, is not asked again, and the next one is, until nobody is left. All of it belongs to one
 generation, and is forgotten with it.
 
@@ -88,18 +88,14 @@ class Ferry:
     def take(self, number: int, news: nodes.CopyNews) -> None:
         """Node `number` tells something."""
         match news:
-            case nodes.Offered(to=to, take=take):
-                self._harbour.copy_order(to, take)
             case nodes.Took():
                 self._master.copied(news, number)
-                self._secured(news, number)
             case nodes.Untaken(rank=rank, incarnation=incarnation):
                 if self._harbour.home_of(rank, incarnation) == number:
                     self._find_another(news, number, news.source)
                 else:
                     self._say_alone(news, number)
                     self._master.copy_waived(news)
-                    self._secured(news, number)
             case nodes.Seek():
                 if news.spoiled:
                     self._master.copy_spoiled(news.rank, news.step, number)
@@ -119,18 +115,6 @@ class Ferry:
             f"node {number} can't keep the copy of rank {news.rank} at step {news.step}, which is "
             f"only on the rank's own node now: {news.text}",
         )
-
-    def _secured(self, news: nodes.Took | nodes.Untaken, number: int) -> None:
-        home = self._harbour.home_of(news.rank, news.incarnation)
-        if home is None or home == number:
-            return
-        order = nodes.Secured(
-            rank=news.rank,
-            incarnation=news.incarnation,
-            generation=news.generation,
-            step=news.step,
-        )
-        self._harbour.copy_order(home, order)
 
     def _find_another(self, news: _About, to: int, lacking: int) -> None:
         """Node `lacking` does not have the copy that node `to` seeks."""
