@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import signal
@@ -25,6 +26,7 @@ from everstep.launch.coordinating import (
     LeftError,
     _refuse_another_job,
     _script_digest,
+    _unwritable,
 )
 from everstep.launch.job import started_fields
 from everstep.launch.lease import TERM_FILE, InPlace, LeaseLost
@@ -355,3 +357,9 @@ def test_the_script_of_a_job_is_the_one_with_which_it_began(tmp_path: Path) -> N
     script.write_text("lr = 0.02\n")
     assert _script_digest({"script_digest": first}, target) == first
     assert _script_digest(None, target) != first
+
+
+def test_a_full_disk_is_said_with_the_path_and_what_to_do(tmp_path: Path) -> None:
+    error = _unwritable(tmp_path / "one", OSError(errno.ENOSPC, "No space left on device"))
+    assert str(error).startswith(f"{tmp_path}/one: the run's directory can't be written (No space")
+    assert "Free room there" in str(error)

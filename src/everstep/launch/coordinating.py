@@ -202,6 +202,8 @@ class Coordinating:
                 return await self._hold(tenancy)
             except CutOffError:
                 self._fleet, self._resume = None, True
+            except OSError as error:
+                raise _unwritable(self._run_dir, error) from error
             finally:
                 await tenancy.release()
 
@@ -211,7 +213,10 @@ class Coordinating:
         lease = make_lease(
             settings.coordinator_lease, settings.run_id, self._run_dir, settings.lease_s
         )
-        return await lease.acquire(self._wait_s, known_term=known, on_waiting=self._stand_by)
+        try:
+            return await lease.acquire(self._wait_s, known_term=known, on_waiting=self._stand_by)
+        except OSError as error:
+            raise _unwritable(self._run_dir, error) from error
 
     def _stand_by(self, why: str) -> None:
         """Say, once, why the lease can't be had yet. The journal is the holder's: only the view is
@@ -382,6 +387,14 @@ async def _read(journal: Path) -> Past:
     """What a journal tells; nothing, if there is none. It may be long, and the lease is to be
     renewed meanwhile. Raises JournalError."""
     return await asyncio.to_thread(lambda: recall(records_of(journal) if journal.exists() else ()))
+
+
+def _unwritable(run_dir: Path, error: OSError) -> EverstepError:
+    return EverstepError(
+        f"{run_dir}: the run's directory can't be written ({error.strerror or error}): without its "
+        "journal a job can't be coordinated. Free room there, or choose another --log-dir, and "
+        "start it again"
+    )
 
 
 def _script_digest(started: Mapping[str, Any] | None, script: ScriptSpec) -> str:
