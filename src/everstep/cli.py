@@ -18,7 +18,7 @@ from everstep import __version__
 from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
-    from everstep.agent.tenure import Where
+    from everstep.agent.terms import Where
     from everstep.launch.client import Contact
     from everstep.launch.job import JobResult
     from everstep.launch.lease import Finder
@@ -323,7 +323,7 @@ def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
     import socket
 
     from everstep.agent.agent import run_agent
-    from everstep.agent.tenure import AgentSettings
+    from everstep.agent.terms import AgentSettings
     from everstep.launch.lease import make_finder
     from everstep.settings import endpoint, secret_of, without_secret
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.netcases import ANY_PORT, LOCAL, PATIENCE_S, SECRET
 
 from everstep.agent.agent import run_agent
-from everstep.agent.tenure import AgentSettings, Where
+from everstep.agent.terms import AgentSettings, Where
 from everstep.errors import UserError
 from everstep.wire import nodes
 from everstep.wire.network import Hub

@@ -13,7 +13,8 @@ import pytest
 from everstep.agent import clocks, remote
 from everstep.agent.fleet import Fleet
 from everstep.agent.preflight import Plan
-from everstep.agent.remote import Registry, RemoteNode
+from everstep.agent.remote import Registry
+from everstep.agent.remote_node import RemoteNode
 from everstep.core.coordinator import Coordinator
 from everstep.core.ladder import Policy
 from everstep.core.nodes import Layout

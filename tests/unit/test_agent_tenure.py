@@ -16,7 +16,8 @@ from everstep.agent.agent import _Agent
 from everstep.agent.neighbours import Neighbours
 from everstep.agent.node import Node
 from everstep.agent.peering import Home, Peering
-from everstep.agent.tenure import AgentSettings, Tenure, Where
+from everstep.agent.tenure import Tenure
+from everstep.agent.terms import AgentSettings, Where
 from everstep.errors import TransientError, UserError
 from everstep.types import Cause, CauseKind
 from everstep.wire import messages as m

@@ -29,7 +29,8 @@ from everstep.agent.leftovers import sweep
 from everstep.agent.neighbours import Neighbours
 from everstep.agent.node import failures_go_to
 from everstep.agent.peering import Peering, events_for
-from everstep.agent.tenure import AgentSettings, Ending, Tenure
+from everstep.agent.tenure import Tenure
+from everstep.agent.terms import AgentSettings, Ending
 from everstep.errors import TransientError, UserError
 from everstep.wire import nodes
 from everstep.wire.network import Link

@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 
 import msgspec
 
@@ -28,6 +26,7 @@ from everstep.agent.outbox import Outbox
 from everstep.agent.peering import Home, Peering
 from everstep.agent.reach import Reach
 from everstep.agent.shipping import Dock
+from everstep.agent.terms import AgentSettings, Ending
 from everstep.core.hang import Evidence
 from everstep.errors import EverstepError, TransientError, UserError
 from everstep.types import Cause
@@ -37,45 +36,6 @@ from everstep.wire.network import Link
 
 # A quarter of the backlog at which a connection is given up.
 _MOST_UNREAD_BYTES = 64 << 20
-
-
-Where = Callable[[], Awaitable[tuple[str, int, int] | None]]
-"""Says at which host and port the coordinator is, and its term; None while there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSettings:
-    """Where an agent finds its coordinator (host and port, or what says where) and keeps its files.
-
-    `name`, `host`, `domain`: as it registers. `interface`: whose address it and its workers listen
-    at; "": that which leads to the coordinator. `ports`: of its own listeners. `join_timeout_s`:
-    how long it looks for a coordinator at first. `coordinator_timeout_s`: how long it goes on
-    without one. `grace_s`: between SIGTERM and SIGKILL of its workers when it is asked to end.
-    """
-
-    coordinator: tuple[str, int]
-    where: Where | None = None
-    name: str
-    host: str
-    domain: str
-    interface: str
-    ports: Sequence[int]
-    log_dir: Path
-    shm_dir: Path
-    join_timeout_s: float
-    coordinator_timeout_s: float
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a tenure ends. `terminate`, `wait_s`: as Node.close has them. `exit_code`: of the agent;
-    None: it registers anew. `error`: it is raised."""
-
-    terminate: bool = False
-    wait_s: float = 0.0
-    exit_code: int | None = None
-    error: BaseException | None = None
 
 
 class Tenure:
