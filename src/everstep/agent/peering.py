@@ -176,7 +176,7 @@ class Peering:
         )
 
     def _note_unreached(self, node: int, more: str = "") -> None:
-        text = f"it can't reach node {node}: {self._unreached[node]}{more}"
+        text = f"node {self._number} can't reach node {node}: {self._unreached[node]}{more}"
         self._home.note(f"unreached-{node}", text)
 
     def asked(self, node: int, message: peers.ToPeer) -> None:

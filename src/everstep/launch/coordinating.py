@@ -364,7 +364,7 @@ class Coordinating:
         try:
             await tenancy.publish(self._host, registry.port)
             ends: set[asyncio.Future[Any]] = {coming, tenancy.lost, self._cut}
-            limit_s = self._settings.rejoin_timeout_s
+            limit_s = min(self._settings.rejoin_timeout_s, 5 * self._settings.lease_s)
             await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         except LeaseLost as error:
             raise _deposed(tenancy) from error

@@ -49,6 +49,7 @@ class Attempt:
         self.updating: Any = None
         """The optimizer that updates, or did so last."""
         self.calls_back = False
+        self.needs_peers = False  # an update communicates, or runs the model
         """An update was given a closure, to run the model by."""
         self.result: tuple[Any] | None = None
         """What the function returned, if it did so before the fence."""

@@ -145,6 +145,7 @@ class Gate:
     def _want_late(self, attempt: Attempt) -> None:
         """The update communicates or runs the model. Raises UserError where it is too late."""
         self._fence.want("late")
+        attempt.needs_peers = True
         if attempt.fence is not None and attempt.fence != "late":
             raise UserError(
                 f"the update of step {attempt.step} communicates, or runs the model, and those of "

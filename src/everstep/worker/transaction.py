@@ -155,7 +155,10 @@ class Step:
         finally:
             self._gate.leave(attempt)
             self._end()
-        undone = attempt.undo is not None and not self._clean()
+        # Only in the first step an update that needs peers is made before the fence: without them
+        # it is no update.
+        spoiled = attempt.needs_peers and worker.communicators.touched
+        undone = spoiled or (attempt.undo is not None and not self._clean())
         if error is None and attempt.passed and not (undone or attempt.unwound):
             return self._finish(attempt, result, samples)
         return None, self._failed(attempt, error, args, kwargs)
