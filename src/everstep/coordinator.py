@@ -118,9 +118,10 @@ class CoordinatorShell:
                 self._remember(rank, incarnation, message)
                 if isinstance(message, messages.Protect):
                     protected.append(translation.protected(rank, incarnation, message))
-        self._feed(translation.node_back(host, domain, report, protected))
+        # Before anything is decided: it may be said to be written, and forgotten there.
         for said in report.unwritten:
             self._rewrite((said.rank, said.incarnation), said.message)
+        self._feed(translation.node_back(host, domain, report, protected))
 
     def probed(self, node: int, turn: int, closed: dict[int, str]) -> None:
         """A node has tried whether it reaches others. `closed`: as events.Probed has it."""

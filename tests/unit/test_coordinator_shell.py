@@ -641,3 +641,25 @@ def test_a_fault_of_the_coordinator_is_written_down_and_happens_once() -> None:
     successor.shell.message(0, 1, m.Fired(index=0, t=50.0))  # the agent tells what it was told
     assert successor.effects.done == []
     assert successor.heritage(0).faults == ()
+
+
+def test_what_was_not_written_is_written_before_anything_is_decided() -> None:
+    """What is decided may say that it is written, and this coordinator may die then."""
+    case = Case()
+    step = Record(event="step", fields={"step": 1})
+    case.core.answers[ev.NodeBack] = [do.Record(record=step)]
+    commit = m.Commit(generation=0, step=1, t=0.0, log={}, record=b"kept")
+    report = nodes.Report(
+        term=0,
+        node=0,
+        slot=0,
+        peers=(),
+        members=(),
+        ended=(),
+        kept={},
+        unwritten=(nodes.Said(rank=1, incarnation=1, message=commit),),
+        copies=(),
+    )
+    case.shell.node_back("h", "", report)
+    done = [each[0] for each in case.effects.done]
+    assert done.index("trace") < done.index("record")
