@@ -44,7 +44,7 @@ test: lint ## Everything: lint, then all tests, two at once; the last line is py
 	@$(BIN)/python -m pytest --durations=10 -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(READY) ## Tests for the inner loop, under 3 minutes: all that is not marked slow
-	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile $(ARGS)
 
 lint: $(READY) ## Style, types, and who may import whom
 	$(call timed,ruff,$(BIN)/ruff check --quiet . && $(BIN)/ruff format --check --quiet .)
