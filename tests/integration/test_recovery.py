@@ -139,9 +139,10 @@ def test_fifty_kills_leave_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path) -> None:
     """SIGKILL the command: workers, the zygote and shared memory are gone within a second."""
-    before = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-c", "from everstep.cli import main; main()", "run"]
-    command += ["--nproc-per-node", "2", "--log-dir", str(tmp_path), str(TINY), "--steps", "100000"]
+    run_id = f"killed-{os.getpid()}"
+    command += ["--nproc-per-node", "2", "--log-dir", str(tmp_path), "--run-id", run_id]
+    command += [str(TINY), "--steps", "100000"]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -149,13 +150,14 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path) -> None:
         _wait_for(lambda: _steps_of(tmp_path) > 3, 60)
         family = _descendants(process.pid)
         assert len(family) >= 3
+        assert [name for name in os.listdir("/dev/shm") if run_id in name]
     finally:
         process.kill()
         process.wait()
     _wait_for(lambda: not any(_alive(pid) for pid in family), 1.5)
     # What a dead job left in shared memory is swept when the next one starts.
     run_script(tmp_path, "--steps", "2", nproc=1)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [name for name in os.listdir("/dev/shm") if run_id in name]
 
 
 def _wait_for(condition: Any, timeout_s: float) -> None:

@@ -37,7 +37,8 @@ args = parser.parse_args()
 first = os.environ["EVERSTEP_INCARNATION"] == "1"
 arrivals = os.open(args.arrivals, os.O_RDWR)  # both ways, so that neither side waits to open it
 
-_recover, _take, _enter = Recovery.run, Control.take, Fence.enter
+_recover, _take, _enter, _meet = Recovery.run, Control.take, Fence.enter, Fence.meet
+meeting: list[int] = []
 worker: Any = None
 came_back = False
 
@@ -61,13 +62,22 @@ def take(control: Control, kind: Any, *rest: Any, **options: Any) -> Any:
     return _take(control, kind, *rest, **options)
 
 
-def enter(fence: Fence) -> None:
-    come_by("fence")
-    _enter(fence)
+def enter(fence: Fence, *numbers: int) -> list[int]:
+    if not meeting:  # else it is a section's fence
+        come_by("fence")
+    return _enter(fence, *numbers)
+
+
+def meet(fence: Fence, number: int) -> bool:
+    meeting.append(number)
+    try:
+        return _meet(fence, number)
+    finally:
+        meeting.pop()
 
 
 Recovery.run, Control.take = recover, take  # type: ignore[assignment, method-assign]
-Fence.enter = enter  # type: ignore[assignment, method-assign]
+Fence.enter, Fence.meet = enter, meet  # type: ignore[assignment, method-assign]
 
 
 def come_by(place: str) -> None:

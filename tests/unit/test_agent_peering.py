@@ -142,7 +142,7 @@ class TestOffers:
         case.take()
         case.peering.unreached(OTHER, "why")
         (note,) = case.take()
-        assert note == ("note", f"unreached-{OTHER}", f"it can't reach node {OTHER}: why")
+        assert note == ("note", f"unreached-{OTHER}", f"node {HOME} can't reach node {OTHER}: why")
         case.peering.unreached(KEEPER, "why")
         kept, note, copied = case.take()
         assert kept == ("send", 0, 1, m.Kept(turn=3))

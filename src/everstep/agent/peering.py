@@ -54,6 +54,7 @@ class Peering:
 
     def __init__(self, neighbours: Neighbours, number: int, home: Home) -> None:
         self._neighbours = neighbours
+        self._number = number
         self._home = home
         self._keeping = Keeping(neighbours, self._on_kept)
         self._newest: nodes.Peers | None = None
