@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.unit.core_driver import Driver, killed
 
+from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.nodes import Layout
 from everstep.core.overview import VACANT, Overview
@@ -88,6 +89,8 @@ def test_nodes_have_their_slots_and_a_lost_one_without_a_spare_is_missing() -> N
     driver.tell(ev.NodeLost(node=1, cause=LOST))
     driver.park(0, 1)
     driver.park(1, 1)
+    for asked in driver.got(do.Reclaim):
+        driver.tell(ev.Reclaimed(node=0, turn=asked.turn))
     driver.now_s += 10.0
     seen = look(driver)
     assert [n.node for n in seen.nodes] == [0]
