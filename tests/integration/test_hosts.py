@@ -157,8 +157,9 @@ def test_a_host_whose_cable_is_pulled_out_is_replaced_and_ends_its_workers(hosts
     hosts.until(lambda: hosts.of("incident_closed"))
     (closed,) = hosts.of("incident_closed")
     assert (closed["rung"], closed["steps_lost"]) == ("replace", 0)
-    hosts.until(lambda: not any(processes.is_there(pid) for pid in pids))
+    # Its workers stand still till then: it can't know that the others have gone on.
     hosts.plug(1, "up")
+    hosts.until(lambda: not any(processes.is_there(pid) for pid in pids))
     hosts.until(lambda: len(hosts.of("node_joined")) == HOSTS + 1)  # it is back, as a spare
     hosts.processes[0].send_signal(signal.SIGINT)
     assert hosts.wait(0) == 130
