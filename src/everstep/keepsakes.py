@@ -165,10 +165,6 @@ class Keepsakes:
             message = msgspec.structs.replace(message, digests={})
         self._ranks.setdefault(rank, Belongings()).take(incarnation, message)
 
-    def listed(self, rank: int) -> tuple[tuple[int, Keepsake], ...]:
-        """All that is kept of a rank, as Belongings has it."""
-        return tuple(self._of(rank).listed())
-
     def begin_tape(self, rank: int, incarnation: int) -> None:
         """The job begins from nothing, and with it the rank's tape."""
         self.take(rank, incarnation, messages.Tape(items=()))

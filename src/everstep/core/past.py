@@ -23,7 +23,7 @@ from everstep.types import CauseKind, StateFrom
 
 @dataclass(slots=True, kw_only=True)
 class Past:
-    """`term`: of the newest coordinator, -1 if there was none. `started`, `listening`, `ended`: the
+    """`term`: of the newest coordinator, -1 if there was none. `started`, `ended`: the
     records of these words, if they are there. `recorded`: the newest step; `incidents`: how many
     were opened, `open_incident`, `holders`: as events.Resumed has them. `loss`: a node with ranks
     was lost, and no incident has been opened since. `hosts`: by node. `here`: nodes that joined
@@ -31,7 +31,6 @@ class Past:
 
     term: int = -1
     started: Mapping[str, Any] | None = None
-    listening: Mapping[str, Any] | None = None
     ended: Mapping[str, Any] | None = None
     recorded: int = 0
     incidents: int = 0
@@ -64,8 +63,6 @@ def recall(records: Iterable[Mapping[str, Any]]) -> Past:
                 past.loss = False
             case "job_started":
                 past.started = record
-            case "listening":
-                past.listening = record
             case "job_ended":
                 past.ended = record
             case "step":
