@@ -8,21 +8,22 @@ must hold no more than early ones.
 
 Single looks say little: a group that is being taken down has its sockets and threads for some
 milliseconds more, and one of which gloo has lost a send until the collective's time-out. So the
-smallest of the last looks is compared with the largest of the first ones: what leaks is never given
-back, and shows in all.
+smallest of the last looks, which reach back over that time, is compared with the largest of the
+first ones: what leaks is never given back, and shows in all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _SETTLED = 3  # incidents after which a worker has what it needs
-_LOOKS = 3  # that are compared, at each end
+_LOOKS = 3  # that are compared, at each end, at the least
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -65,8 +66,10 @@ class Workers:
     """Looks at all workers of a job. Give `on_record` to the job, and call it in the agent's
     process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, collective_timeout_s: float) -> None:
+        self._lingers_s = 2 * collective_timeout_s  # the machine may be busy
         self._pids: dict[int, str] = {}
+        self._times_s: dict[str, list[float]] = {}
         self.looks: dict[str, list[Held]] = {}
         """By worker, in the order of their births."""
 
@@ -82,26 +85,29 @@ class Workers:
                     del self._pids[pid]
                 else:
                     self.looks.setdefault(who, []).append(held)
+                    self._times_s.setdefault(who, []).append(time.monotonic())
 
     def growth(self) -> list[str]:
         """What has grown, a sentence each; empty when all is flat."""
-        settled = {who: looks[_SETTLED - 1 :] for who, looks in self.looks.items()}
-        grown = [
-            f"{who}: {text}" for who, looks in settled.items() for text in growth(looks, SLACK)
-        ]
+        grown = []
+        for who, looks in self.looks.items():
+            times_s = self._times_s[who]
+            late = sum(time_s > times_s[-1] - self._lingers_s for time_s in times_s)
+            settled = looks[_SETTLED - 1 :]
+            grown += [f"{who}: {text}" for text in growth(settled, SLACK, late=late)]
         first = [looks[0] for looks in self.looks.values()]
         return grown + [f"at their first incident, {text}" for text in growth(first, SLACK)]
 
 
-def growth(looks: Sequence[Held], slack: Held) -> Iterator[str]:
-    """What the last of `looks` have more than the first by more than `slack`, in words. Nothing is
-    said of too few looks."""
-    early, late = looks[:_LOOKS], looks[-_LOOKS:]
+def growth(looks: Sequence[Held], slack: Held, *, late: int = 0) -> Iterator[str]:
+    """What the last of `looks` (`late` of them) have more than the first by more than `slack`, in
+    words. Nothing is said of too few looks."""
+    early, last = looks[:_LOOKS], looks[-max(late, _LOOKS) :]
     if len(looks) < 2 * _LOOKS:
         return
     for field in dataclasses.fields(Held):
         most = max(getattr(held, field.name) for held in early)
-        least = min(getattr(held, field.name) for held in late)
+        least = min(getattr(held, field.name) for held in last)
         if least > most + getattr(slack, field.name):
             every = ", ".join(f"{getattr(held, field.name):.4g}" for held in looks)
             yield f"{field.name} grew from {most:.4g} to {least:.4g} ({every})"

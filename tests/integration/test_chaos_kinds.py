@@ -24,6 +24,7 @@ from everstep.wire.messages import ScriptSpec
 pytestmark = pytest.mark.slow
 # Far above what a step of the script takes on a busy machine, far below what a person waits.
 HANG_S = 3.0
+COLLECTIVE_TIMEOUT_S = 5.0
 ARGS = ("--steps", "12", "--batchnorm")
 Clean = Callable[..., Result]
 
@@ -108,7 +109,7 @@ def test_two_hundred_random_faults_leave_nothing_behind(clean: Clean, tmp_path: 
     text = "random:count=200,seed=7,steps=2-410"
     agent: list[Held] = []
     names: list[int] = []
-    workers = Workers()
+    workers = Workers(collective_timeout_s=COLLECTIVE_TIMEOUT_S)
 
     def on_record(record: dict[str, Any]) -> None:
         workers.on_record(record)
@@ -120,7 +121,12 @@ def test_two_hundred_random_faults_leave_nothing_behind(clean: Clean, tmp_path: 
             names.append(sum(name.startswith(own) for name in os.listdir("/dev/shm")))
 
     result = run_script(
-        tmp_path, *args, faults=(text,), nproc=3, on_record=on_record, collective_timeout_s=5.0
+        tmp_path,
+        *args,
+        faults=(text,),
+        nproc=3,
+        on_record=on_record,
+        collective_timeout_s=COLLECTIVE_TIMEOUT_S,
     )
     assert_survived(result, *(spec.text for spec in chaos.parse_all([text], 3)))
     assert_same_run(clean(*args), result)

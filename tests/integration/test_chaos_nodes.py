@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 STEPS, NODES = 420, 3
 ARGS = ("--steps", str(STEPS), "--batchnorm")
 END_S = 60.0
+COLLECTIVE_TIMEOUT_S = 5.0
 
 
 class Reboots:
@@ -33,7 +34,7 @@ class Reboots:
         self._folder = folder
         self._where = ""
         self._agents: list[subprocess.Popen[bytes]] = []
-        self.workers = Workers()
+        self.workers = Workers(collective_timeout_s=COLLECTIVE_TIMEOUT_S)
 
     def on_record(self, record: dict[str, Any]) -> None:
         self.workers.on_record(record)
@@ -93,7 +94,7 @@ def run(folder: Path, *faults: str, reboots: Reboots | None = None, **more: Any)
         local_nodes=NODES,
         spares=1 if faults else 0,
         spare_wait_s=120.0,
-        collective_timeout_s=5.0,
+        collective_timeout_s=COLLECTIVE_TIMEOUT_S,
         on_record=reboots.on_record if reboots else lambda _: None,
         **more,
     )

@@ -41,9 +41,25 @@ def test_a_group_that_lingers_is_no_leak() -> None:
     assert list(growth([USUAL, busy, busy, busy, busy], SLACK)) == []  # too few to tell
 
 
+@pytest.mark.parametrize(("pause_s", "leaks"), [(0.5, False), (3.0, True)])
+def test_what_lingers_until_a_time_out_is_no_leak(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, leaks: bool
+) -> None:
+    """Five looks find four descriptors more: within the time, or for longer than that."""
+    workers = Workers(collective_timeout_s=5.0)
+    workers.on_record({"event": "started", "rank": 1, "incarnation": 1, "pid": 7})
+    busy = replace(USUAL, descriptors=16)
+    for number in range(12):
+        now: dict[int, Held] = {7: USUAL if number < 7 else busy}
+        monkeypatch.setattr(Held, "by", now.get)
+        monkeypatch.setattr("time.monotonic", lambda number=number: pause_s * number)
+        workers.on_record({"event": "incident_closed"})
+    assert bool(workers.growth()) is leaks
+
+
 def test_what_leaks_into_successors_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker lives through one incident, and is born with one descriptor more."""
-    workers = Workers()
+    workers = Workers(collective_timeout_s=5.0)
     for number in range(8):
         record: dict[str, Any] = {"event": "started", "rank": 1, "incarnation": number + 1}
         workers.on_record({**record, "pid": number})
