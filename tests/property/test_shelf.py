@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from everstep import snapshot
-from everstep.agent.budget import Budget
 from everstep.agent.shelf import Area, Shelf, create_locked
+from everstep.shm.budget import Budget
 from everstep.snapshot import About, Layout, Tensor
 
 LAYOUT = Layout([Tensor(name="w", dtype="torch.uint8", item_bytes=1, shape=(100,))])

@@ -13,11 +13,11 @@ import pytest
 
 from everstep import snapshot
 from everstep.agent import copies as agent_copies
-from everstep.agent.budget import Budget
 from everstep.agent.copies import Copies
 from everstep.agent.shelf import Area, Shelf, create_locked
 from everstep.agent.shipping import Dock, Shipping
 from everstep.errors import TransientError
+from everstep.shm.budget import Budget
 from everstep.snapshot import About, Layout, Manifest, SnapshotError, Tensor
 from everstep.wire import messages, nodes
 from everstep.wire.bulk import Offer

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 from everstep import snapshot
-from everstep.agent.budget import Budget
 from everstep.agent.shelf import Area, Shelf, create_locked
+from everstep.shm.budget import Budget
 from everstep.snapshot import About, Layout, Tensor
 from everstep.wire.bulk import Caller, Listener, Offer, Sink, Source, fetch
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from everstep import snapshot
-from everstep.agent.budget import Budget, measure, size
 from everstep.agent.shelf import Area, Shelf, create_locked, refusal, sweep
 from everstep.errors import UserError
+from everstep.shm.budget import Budget, measure, size
 from everstep.snapshot import About, Layout, Manifest, SnapshotError, Tensor
 
 PLENTY = Budget(limit_bytes=1 << 30)

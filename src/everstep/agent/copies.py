@@ -31,10 +31,10 @@ from pathlib import Path
 import msgspec
 
 from everstep import snapshot
-from everstep.agent.budget import measure
 from everstep.agent.shelf import Area, Shelf, create_locked, refusal
 from everstep.agent.shipping import Shipping
 from everstep.errors import EverstepError
+from everstep.shm.budget import measure
 from everstep.snapshot import Manifest, SnapshotError
 from everstep.wire import nodes
 from everstep.wire.bulk import Offer

@@ -12,7 +12,7 @@ that is still read is not used again: its memory goes with the last reader, and 
 new incarnation never gets an area of an older one, which may still be written: its writer may only
 have been slow.
 
-A restarted agent takes over every copy of its job that no living agent holds (`shelf_files`). The
+A restarted agent takes over every copy of its job that no living agent holds (`shm/files.py`). The
 start of another job removes (`sweep`) what no living job holds; between an agent's death and its
 return this may cost the copies, and never gives a wrong one.
 
@@ -29,8 +29,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from everstep import snapshot
-from everstep.agent.budget import Budget
-from everstep.agent.shelf_files import (
+from everstep.errors import UserError
+from everstep.shm.budget import Budget
+from everstep.shm.files import (
     PREFIX,
     Area,
     alone,
@@ -40,7 +41,6 @@ from everstep.agent.shelf_files import (
     sweep,
     take,
 )
-from everstep.errors import UserError
 from everstep.snapshot import Manifest, SnapshotError
 
 _AREA = re.compile(r"n(\d{1,9})-r(\d{1,9})\.(\d{1,9})-(\d{1,9})")

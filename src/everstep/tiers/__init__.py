@@ -1,0 +1,1 @@
+"""Tiered checkpoints: memory of the cluster first, durable second. See docs/design/tiers.md."""

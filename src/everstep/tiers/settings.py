@@ -1,0 +1,68 @@
+"""The one place for all settings of tiered checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["newest", "wait", "skip"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """Where checkpoints go, how often, and how many stay. Raises UserError when it is made."""
+
+    series: str
+    """Name of what is saved here, under which it is found again: usually the training's. Letters,
+    digits, dots, underscores and hyphens."""
+
+    destination: str = ""
+    """The durable tier: a directory (shared between the hosts), or `s3://`, `gs://`, `az://` with a
+    bucket and a prefix. Empty: there is none, and the loss of all nodes loses everything."""
+
+    memory_every: int = 0
+    """Steps between saves into the hosts' memory. 0: none. Needs an `everstep agent` on each host,
+    or `everstep run`."""
+
+    durable_every: int = 0
+    """Steps between saves to the destination. 0: none. Should be a multiple of memory_every, so
+    that one copy serves both."""
+
+    copies: int = 2
+    """Hosts that keep each part in memory, the own one included. 2: any one host may be lost."""
+
+    memory_retained: int = 2
+    """Checkpoints that stay in memory. 2: a new one is complete before the older goes."""
+
+    durable_retained: int = 3
+    """Checkpoints that stay at the destination; 0: all. The newest whole one always stays."""
+
+    memory_share: float = 0.5
+    """Most of the host's memory (of its control group, where that has a limit) that checkpoints may
+    take, all ranks of the host together. Half: the training needs the rest."""
+
+    on_busy: Policy = "newest"
+    """What a save does while an earlier one is still on its way to the destination. `newest`: it
+    waits its turn, and displaces one that still waits; `wait`: the call blocks until the earlier is
+    done; `skip`: it is not made. All ranks decide alike."""
+
+    on_save_error: Literal["raise", "warn"] = "raise"
+    """Whether a save that failed is an error of the next save on every rank, or a warning."""
+
+    upload_bandwidth: str = ""
+    """Most bytes a second that one rank sends to the destination, as `200MB/s`. Empty: no limit."""
+
+    deadline_s: float = 600.0
+    """Seconds after which a save or a request that makes no progress has failed."""
+
+    grace_s: float = 300.0
+    """Seconds that the end of the job waits for saves that are under way. Long enough for the last
+    checkpoint of a large job."""
+
+    require_signature: bool = False
+    """Refuse checkpoints that are not signed with the key: who can write to the bucket can else
+    change the model (docs/reference/trust.md)."""
+
+    secret_file: str = ""
+    """File with the key that signs checkpoints and joins agents (`everstep secret FILE`); also
+    EVERSTEP_SECRET_FILE. Empty, and none in the environment: checkpoints are not signed."""
