@@ -15,21 +15,37 @@ It does not know where a checkpoint is kept, nor torch: dtypes are names.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+import hashlib
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from everstep import snapshot
 from everstep.snapshot import MAX_BYTES, Count, Name, Sizes
+from everstep.tiers import boxes
+from everstep.tiers.store import Refused
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 1 << 30
+"""Of a checkpoint's manifest and of a part's: above it nothing is read into memory."""
 Sha256: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=10**5 - 1)]
 
 
+_Kind = TypeVar("_Kind", bound="Record")
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all that is written here."""
+
+
+class PartManifest(Record):
+    """What is put beside a rank's part. `block_sha256`: of each block of the snapshot, where the
+    checkpoint is signed: XXH3 tells a flipped bit, SHA-256 also a forger. Else empty."""
+
+    snapshot: snapshot.Manifest
+    block_sha256: tuple[Sha256, ...] = ()
 
 
 class Part(Record):
@@ -77,7 +93,8 @@ class Origin(Record):
 class Checkpoint(Record):
     """The manifest of a checkpoint. `attempt`: which attempt's parts it is made of. `values`: what
     is no tensor, by its key, as `values.py` has encoded it; keys of `values` and `tensors` are
-    those of the flattened state, and no key is in both."""
+    those of the flattened state, and no key is in both. `paths`: where a key stands in the nested
+    state, for those to whom the key does not say it."""
 
     format: Annotated[int, Meta(ge=FORMAT, le=FORMAT)] = FORMAT
     series: Annotated[str, Meta(max_length=64)]
@@ -86,9 +103,86 @@ class Checkpoint(Record):
     parts: tuple[Part, ...]
     tensors: dict[Name, Whole]
     values: dict[Name, bytes]
+    paths: dict[Name, Annotated[tuple[str | Count, ...], Meta(max_length=100)]] = {}
     origin: Origin = Origin()
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """As JSON."""
-    return msgspec.json.encode(checkpoint)
+    """As JSON. Raises Refused when it is longer than `decode` would read."""
+    return _capped(msgspec.json.encode(checkpoint))
+
+
+def decode(text: bytes | memoryview) -> Checkpoint:
+    """The checkpoint whose manifest is `text`, checked by itself. Raises Refused."""
+    checkpoint = _decode(text, Checkpoint)
+    check(checkpoint)
+    return checkpoint
+
+
+def encode_part(manifest: PartManifest) -> bytes:
+    """As JSON. Raises Refused when it is longer than `decode_part` would read."""
+    return _capped(msgspec.json.encode(manifest))
+
+
+def decode_part(text: bytes | memoryview) -> PartManifest:
+    """A part's manifest, checked by itself. Raises Refused."""
+    manifest = _decode(text, PartManifest)
+    try:
+        snapshot.check(manifest.snapshot)
+    except snapshot.SnapshotError as error:
+        raise Refused(f"a part's manifest contradicts itself: {error}") from error
+    if manifest.block_sha256 and len(manifest.block_sha256) != len(manifest.snapshot.blocks):
+        raise Refused(
+            f"a part's manifest has {len(manifest.block_sha256)} SHA-256 digests for "
+            f"{len(manifest.snapshot.blocks)} blocks"
+        )
+    return manifest
+
+
+def check_block(manifest: PartManifest, index: int, data: memoryview, *, signed: bool) -> None:
+    """Raises Refused unless `data` is the `index`-th block of the part. `signed`: by SHA-256 too,
+    which must then be there. Blocks for a digest of it."""
+    about = manifest.snapshot.about
+    start = index * manifest.snapshot.block_bytes
+    where = f"rank {about.rank}'s part of step {about.step}, bytes {start} to {start + len(data)}"
+    if snapshot.digest(data) != manifest.snapshot.blocks[index]:
+        raise Refused(f"{where}: the bytes are not those that were saved (XXH3)")
+    if not signed:
+        return
+    if not manifest.block_sha256:
+        raise Refused(f"{where}: nothing but XXH3 speaks for them, which anybody can forge")
+    if hashlib.sha256(data).hexdigest() != manifest.block_sha256[index]:
+        raise Refused(f"{where}: the bytes are not those that were signed (SHA-256)")
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """Raises Refused unless the parts are of ranks 0 to n-1 in order, the pieces of each tensor
+    are in them and make the whole of it without overlap, and no key is both tensor and value."""
+    ranks = len(checkpoint.parts)
+    if [part.rank for part in checkpoint.parts] != list(range(ranks)):
+        raise Refused(
+            f"the parts of step {checkpoint.step} are not those of ranks 0 to {ranks - 1}"
+        )
+    both = checkpoint.tensors.keys() & checkpoint.values.keys()
+    if both:
+        raise Refused(f"{min(both)!r} is a tensor and a value in step {checkpoint.step}")
+    for name, whole in checkpoint.tensors.items():
+        for piece in whole.pieces:
+            if piece.rank >= ranks:
+                raise Refused(f"{name!r} has a piece on rank {piece.rank}, of {ranks} ranks")
+        boxes.check_cover(name, whole.shape, [(p.place, p.shape) for p in whole.pieces])
+
+
+def _capped(text: bytes) -> bytes:
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise Refused(f"a manifest of {len(text)} bytes exceeds {MAX_MANIFEST_BYTES}")
+    return text
+
+
+def _decode(text: bytes | memoryview, kind: type[_Kind]) -> _Kind:
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise Refused(f"a manifest of {len(text)} bytes exceeds {MAX_MANIFEST_BYTES}")
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise Refused(f"this is no manifest: {error}") from error

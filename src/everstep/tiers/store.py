@@ -48,6 +48,10 @@ class Denied(StoreError):
     """The store refuses who asks."""
 
 
+class Refused(StoreError):
+    """What a store holds is not what it says it is, or can't be believed; the message says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """An object that is there. `changed_s`: when it was put, in seconds since 1970 by the store's
@@ -97,6 +101,11 @@ class Store(Protocol):
 
     def delete(self, key: str, *, deadline_s: float) -> None:
         """Remove an object. One that is not there is no error."""
+        ...
+
+    def sweep(self, *, older_than_s: float, deadline_s: float) -> int:
+        """Remove what puts that never ended have left and nobody sees (temporary files), when it
+        has not changed for `older_than_s`. Returns how many; 0 where there is no such thing."""
         ...
 
     def close(self) -> None:

@@ -132,6 +132,10 @@ class Secret:
         """Symmetric key of the bulk plane's challenges, 32 bytes."""
         return self._derive(b"bulk plane")
 
+    def checkpoint_key(self) -> bytes:
+        """Symmetric key that signs checkpoints, 32 bytes."""
+        return self._derive(b"checkpoints")
+
     def _derive(self, purpose: bytes) -> bytes:
         """HKDF's expand step for one block, which is as long as a key."""
         return hmac.digest(self._root, purpose + b"\x01", hashlib.sha256)
