@@ -179,7 +179,7 @@ if layout.startswith("fsdp"):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     function = ordinary(model, optimizer)
 elif layout.startswith("hsdp"):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (run.world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     if layout == "hsdp-tp":
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     net = build()
