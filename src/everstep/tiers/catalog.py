@@ -40,7 +40,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all that is written here."""
 
 
-class PartManifest(Record):
+class PartManifest(Record, kw_only=True):
     """What is put beside a rank's part. `block_sha256`: of each block of the snapshot, where the
     checkpoint is signed: XXH3 tells a flipped bit, SHA-256 also a forger. Else empty."""
 
@@ -48,7 +48,7 @@ class PartManifest(Record):
     block_sha256: tuple[Sha256, ...] = ()
 
 
-class Part(Record):
+class Part(Record, kw_only=True):
     """What rank `rank` saved. `nbytes`: of its file; `manifest_sha256`: of its manifest's bytes."""
 
     rank: Rank
@@ -56,7 +56,7 @@ class Part(Record):
     manifest_sha256: Sha256
 
 
-class Piece(Record):
+class Piece(Record, kw_only=True):
     """A box of a tensor: `shape` at `place` of the whole, in rank's part, under `name` there."""
 
     rank: Rank
@@ -65,7 +65,7 @@ class Piece(Record):
     shape: Sizes
 
 
-class Whole(Record):
+class Whole(Record, kw_only=True):
     """A tensor of the checkpoint, put together from `pieces`, which cover it and do not overlap.
     `dtype`: as `str` of torch's has it, `torch.bfloat16`."""
 
@@ -74,7 +74,7 @@ class Whole(Record):
     pieces: tuple[Piece, ...]
 
 
-class Origin(Record):
+class Origin(Record, kw_only=True):
     """Where a checkpoint comes from. Empty where it is not known. `mesh`: names and sizes of the
     dimensions; `packages`: versions by name; `config`: what the script gave, as data; `parent`: the
     checkpoint that its training began from, as `series/step`."""
@@ -90,7 +90,7 @@ class Origin(Record):
     """Wall time, seconds since 1970. For a person."""
 
 
-class Checkpoint(Record):
+class Checkpoint(Record, kw_only=True):
     """The manifest of a checkpoint. `attempt`: which attempt's parts it is made of. `values`: what
     is no tensor, by its key, as `values.py` has encoded it; keys of `values` and `tensors` are
     those of the flattened state, and no key is in both. `paths`: where a key stands in the nested

@@ -21,19 +21,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from everstep import snapshot
+from everstep.errors import StateLost
 from everstep.snapshot import Count
-from everstep.tiers.catalog import Checkpoint, Sha256
-from everstep.tiers.names import Attempt
+from everstep.tiers.catalog import Checkpoint, Origin, Part, PartManifest, Sha256
+from everstep.tiers.names import Attempt, part_of
 from everstep.tiers.receipt import Refusal
-from everstep.tiers.store import Store
-
-MAX_TOLD_BYTES = 1 << 20
+from everstep.tiers.signing import Standing
+from everstep.tiers.store import Missing, Store, StoreError
 
 
 class Readable(Protocol):
@@ -45,37 +44,51 @@ class Readable(Protocol):
     @property
     def name(self) -> str: ...
 
-    def steps(self) -> list[int]:
+    def steps(self, *, deadline_s: float) -> list[int]:
         """Steps that have a record. Raises StoreError."""
         ...
 
-    def read(self, step: int) -> Checkpoint:
-        """A step's record, its signature checked. Raises StoreError, SnapshotError."""
+    def examine(self, step: int, *, deadline_s: float) -> tuple[Checkpoint, Standing]:
+        """A step's record, and what its signature is worth. Raises StoreError."""
         ...
 
-    def part_manifest(self, checkpoint: Checkpoint, rank: int) -> snapshot.Manifest:
-        """What a part holds, checked against the record. Raises StoreError, SnapshotError."""
+    def part_manifest(
+        self, checkpoint: Checkpoint, rank: int, *, deadline_s: float
+    ) -> PartManifest:
+        """What a part holds, checked against the record. Raises StoreError."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
     """A place where copies may be. `name`: `memory` or `durable`. `request_bytes`: what one request
-    asks for at most, and `lanes`: requests at a time; one block and one for what is memory here."""
+    asks for at most; `lanes`: requests at a time, more than one where the way is long."""
 
     name: str
     series: Readable
-    request_bytes: int = snapshot.BLOCK_BYTES
+    request_bytes: int = 16 << 20
     lanes: int = 1
+
+    @classmethod
+    def memory(cls, series: Readable) -> Tier:
+        """The memory of the hosts: the machine's own copies one after the other."""
+        return cls(name="memory", series=series)
+
+    @classmethod
+    def durable(cls, series: Readable) -> Tier:
+        """A file system or an object store."""
+        return cls(name="durable", series=series, lanes=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A copy of a part: in `store`, under the keys of `attempt`."""
+    """A copy of a part: in `store`, under the keys of `attempt`. `single`: that store shows one of
+    several copies that the tier has."""
 
     tier: Tier
     store: Store
     attempt: Attempt
+    single: bool = False
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,19 +103,30 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A checkpoint, and where its parts are, the nearest first. `refused`: what was seen and not
-    taken on the way."""
+    """A checkpoint, and where its parts are, the nearest first. `signed`: one of its records has
+    our signature. `refused`: what was seen and not taken on the way."""
 
     checkpoint: Checkpoint
     told: Told
+    signed: bool
     sources: dict[int, list[Source]]
     refused: list[Refusal] = field(default_factory=list)
 
 
+class _Record(NamedTuple):
+    tier: Tier
+    checkpoint: Checkpoint
+    standing: Standing
+
+
 def content(checkpoint: Checkpoint) -> str:
     """SHA-256 of what a checkpoint holds, wherever it lies and whoever saved it. Pure."""
-    bare = msgspec.structs.replace(checkpoint, attempt="0" * 16, origin=type(checkpoint.origin)())
+    bare = msgspec.structs.replace(checkpoint, attempt="0" * 16, origin=Origin())
     return hashlib.sha256(msgspec.json.encode(bare, order="deterministic")).hexdigest()
+
+
+class NoneThere(StateLost):
+    """Every tier answered, and none has a checkpoint: a training that begins."""
 
 
 def decide(
@@ -114,11 +138,136 @@ def decide(
 ) -> Found:
     """The newest step that is whole in the union of `tiers` (nearest first), or `step` alone.
     `without`: steps that are not to be taken. Blocks on the stores, `deadline_s` for each request.
-    Raises StateLost, with all that was refused, when there is none."""
-    raise NotImplementedError
+    Raises NoneThere when every tier answers that it has none; StateLost, with all that was refused,
+    when those that there are can't be had."""
+    refused: list[Refusal] = []
+    seen: set[int] = set()
+    answering: list[Tier] = []
+    for tier in tiers:
+        try:
+            seen.update(tier.series.steps(deadline_s=deadline_s))
+            answering.append(tier)
+        except StoreError as error:
+            refused.append(Refusal(tier=tier.name, where=tier.series.store.where, why=str(error)))
+    if not seen and not refused:
+        raise NoneThere(f"no checkpoint is in {_places(tiers)}")
+    wanted = sorted(seen, reverse=True) if step is None else [step] if step in seen else []
+    for candidate in wanted:
+        if candidate in without:
+            continue
+        for same in _by_content(_records(answering, candidate, refused, deadline_s)):
+            found = _locate(answering, same, max(seen), deadline_s)
+            lacking = [part.rank for part in found.checkpoint.parts if not found.sources[part.rank]]
+            if not lacking:
+                found.refused[:0] = refused
+                return found
+            refused += found.refused
+            refused += [
+                _refused(tier, candidate, f"no tier has the parts of ranks {lacking[:8]} whole")
+                for tier, _, _ in same
+            ]
+    what = "checkpoint" if step is None else f"checkpoint of step {step}"
+    why = "; ".join(str(refusal) for refusal in refused) or "no other is there"
+    raise StateLost(f"no whole {what} is left in {_places(tiers)}: {why}")
 
 
 def follow(tiers: Sequence[Tier], told: Told, *, deadline_s: float = 60.0) -> Found:
-    """The checkpoint that another rank has decided for. Raises StateLost when no tier has it here;
-    parts that are not to be seen here are left out of `sources`."""
-    raise NotImplementedError
+    """The checkpoint that another rank has decided for. Parts that are not to be seen here have no
+    source. Raises StateLost when no tier has its record here."""
+    refused: list[Refusal] = []
+    for same in _by_content(_records(tiers, told.step, refused, deadline_s)):
+        found = _locate(tiers, same, told.newest, deadline_s)
+        if found.told == told:
+            found.refused[:0] = refused
+            return found
+    why = "; ".join(str(refusal) for refusal in refused) or "none has its record"
+    raise StateLost(
+        f"the checkpoint of step {told.step} that the first rank decided for is not to be seen "
+        f"from here in {_places(tiers)}: {why}"
+    )
+
+
+def _records(
+    tiers: Sequence[Tier], step: int, refused: list[Refusal], deadline_s: float
+) -> list[_Record]:
+    """What each tier has as the record of `step`; why others have none is added to `refused`."""
+    records = []
+    for tier in tiers:
+        try:
+            records.append(_Record(tier, *tier.series.examine(step, deadline_s=deadline_s)))
+        except Missing:
+            continue
+        except StoreError as error:
+            refused.append(_refused(tier, step, str(error)))
+    return records
+
+
+def _by_content(records: list[_Record]) -> list[list[_Record]]:
+    """The records, those of one content together, in the order of the nearest tier of each."""
+    groups: dict[str, list[_Record]] = {}
+    for record in records:
+        groups.setdefault(content(record.checkpoint), []).append(record)
+    return list(groups.values())
+
+
+def _locate(tiers: Sequence[Tier], same: list[_Record], newest: int, deadline_s: float) -> Found:
+    """Where the parts of one checkpoint are. `same`: its records, which have one content."""
+    checkpoint = same[0].checkpoint
+    refused: list[Refusal] = []
+    sources: dict[int, list[Source]] = {part.rank: [] for part in checkpoint.parts}
+    attempts = list(dict.fromkeys(record.checkpoint.attempt for record in same))
+    for tier in tiers:
+        own = [record.checkpoint.attempt for record in same if record.tier is tier]
+        for name in sorted(attempts, key=lambda attempt: attempt not in own):
+            attempt = Attempt(series=checkpoint.series, step=checkpoint.step, name=name)
+            source = Source(tier=tier, store=tier.series.store, attempt=attempt)
+            try:
+                there = _sizes(source, checkpoint.parts, name in own, deadline_s)
+            except StoreError as error:
+                refused.append(_refused(tier, checkpoint.step, str(error)))
+                continue
+            for part in checkpoint.parts:
+                nbytes = there.get(part.rank)
+                if nbytes == part.nbytes:
+                    sources[part.rank].append(source)
+                elif nbytes is not None:
+                    why = f"it has {nbytes} bytes, the record says {part.nbytes}"
+                    refused.append(_refused(tier, checkpoint.step, why, part.rank))
+    told = Told(
+        series=checkpoint.series, step=checkpoint.step, newest=newest, content=content(checkpoint)
+    )
+    return Found(
+        checkpoint=checkpoint,
+        told=told,
+        signed=any(record.standing == "valid" for record in same),
+        sources=sources,
+        refused=refused,
+    )
+
+
+def _sizes(
+    source: Source, parts: Sequence[Part], committed: bool, deadline_s: float
+) -> dict[int, int]:
+    """The bytes of each rank's part that is there. Where the attempt is `committed` in that tier,
+    what the listing lacks is asked for by name."""
+    sizes = {}
+    for entry in source.store.list(source.attempt.prefix, deadline_s=deadline_s):
+        named = part_of(entry.key)
+        if named is not None and named[2] == "safetensors":
+            sizes[named[1]] = entry.nbytes
+    if committed:
+        for rank in (part.rank for part in parts if part.rank not in sizes):
+            try:
+                key = source.attempt.part(rank, "safetensors")
+                sizes[rank] = source.store.size(key, deadline_s=deadline_s)
+            except Missing:
+                continue
+    return sizes
+
+
+def _refused(tier: Tier, step: int, why: str, rank: int | None = None) -> Refusal:
+    return Refusal(tier=tier.name, where=tier.series.store.where, step=step, rank=rank, why=why)
+
+
+def _places(tiers: Sequence[Tier]) -> str:
+    return " or ".join(f"{tier.name} ({tier.series.store.where})" for tier in tiers)

@@ -7,26 +7,24 @@ from collections.abc import Iterable
 import msgspec
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all that is written here."""
-
-
-class Refusal(Record):
-    """What was not taken. `tier`, `where`: of the copy; `step`: of the checkpoint; `rank`: of the
-    part, None for the whole checkpoint; `why`: for a person."""
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """What was not taken. `tier`, `where`: of the copy; `step`: of the checkpoint, None where the
+    whole tier did not answer; `rank`: of the part, None for the whole checkpoint; `why`: for a
+    person."""
 
     tier: str
     where: str
-    step: int
+    step: int | None = None
     rank: int | None = None
     why: str
 
     def __str__(self) -> str:
-        part = "" if self.rank is None else f", rank {self.rank}'s part"
-        return f"step {self.step}{part} in {self.tier} ({self.where}): {self.why}"
+        what = [] if self.step is None else [f"step {self.step}"]
+        what += [] if self.rank is None else [f"rank {self.rank}'s part"]
+        return f"{', '.join([*what, self.tier])} ({self.where}): {self.why}"
 
 
-class PartSource(Record):
+class PartSource(msgspec.Struct, frozen=True, kw_only=True):
     """From where bytes of a part came. `nbytes`: those that were read there."""
 
     rank: int
@@ -35,7 +33,7 @@ class PartSource(Record):
     nbytes: int
 
 
-class Receipt(Record):
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What one process loaded. `behind`: steps between this one and the newest that any tier says
     it has. `seconds`: spent in reads. `nbytes`: read and checked, whole blocks."""
 
@@ -63,7 +61,7 @@ class Receipt(Record):
 
     @property
     def tier(self) -> str:
-        """The tier that answered, several with a plus between them; `none` when nothing was read."""
+        """The tier that answered; several with a plus between them; `none`: nothing was read."""
         return "+".join(self.tiers) or "none"
 
     def __str__(self) -> str:
