@@ -9,6 +9,9 @@ never came to the place, meets the fault at that place of its next step.
 of the node that holds slot I, when the first rank of the slot comes to the place.
 `coordinator:[rank=R,]step=S` kills the coordinator when the rank, 0 unless said otherwise, comes to
 the place; the rank goes on. All three need a job whose nodes are processes of their own.
+`net:index=I,step=S[,seconds=T]` cuts the network of the node that holds slot I, for ever or for T
+seconds, as soon as its first rank has come to the place, and that goes on. It needs nodes on hosts
+of their own.
 
 `random:count=N,seed=K,steps=A-B[,kinds=a+b][,places=c+d]` stands for N faults, drawn here, before
 anything starts, and from then on like any that was written. Equal seed, steps and world give equal
@@ -53,15 +56,18 @@ IN_RECOVERY = ("recovery", "rebuild", "fetch", "serve")
 
 OF_COORDINATOR = "coordinator"
 """The kind that ends the coordinator."""
+OF_NETWORK = "net"
+"""The kind that takes a node's network away."""
 NO_FAILURE = ("slow", "corrupt", OF_COORDINATOR)
 """Kinds after which the rank goes on: a failure that comes later is another's."""
 SILENT = ("stop", "hang")
 """Kinds that nobody is told of: the rank does not go on, and is found by its silence."""
-OF_NODES = ("node", "agent")
+OF_NODES = ("node", "agent", OF_NETWORK)
 """Kinds that the coordinator carries out, on the node where the rank is."""
 
 FORM = "KIND:rank=R,step=S[,at=" + "|".join(PLACES) + "]"
 NODE_FORM = "node|agent:index=I,step=S[,at=PLACE]"
+NETWORK_FORM = "net:index=I,step=S[,at=PLACE][,seconds=T]"
 COORDINATOR_FORM = "coordinator:[rank=R,]step=S[,at=PLACE]"
 RANDOM = "random"
 RANDOM_FORM = "random:count=N,seed=K,steps=A-B[,kinds=KIND+...][,places=PLACE+...]"
@@ -73,6 +79,7 @@ DEFAULT_RANDOM_PLACES = (*IN_STEP, "between")
 
 _KEYS = ("rank", "step", "at")
 _NODE_KEYS = ("index", "step", "at")
+_NETWORK_KEYS = (*_NODE_KEYS, "seconds")
 _RANDOM_KEYS = ("count", "seed", "steps", "kinds", "places")
 _MOST = 100_000  # random faults: nobody means more, and all of them are written to the journal
 
@@ -130,16 +137,22 @@ def parse(text: str, index: int = 0, nproc_per_node: int = 1) -> ChaosSpec:
         at=place,  # type: ignore[arg-type]  # one of PLACES, likewise
         code=code,
         factor=factor,
+        lasts_s=_seconds(text, values["seconds"]) if "seconds" in values else 0.0,
     )
 
 
 def parse_all(
-    texts: Iterable[str], world_size: int, nproc_per_node: int | None = None
+    texts: Iterable[str],
+    world_size: int,
+    nproc_per_node: int | None = None,
+    *,
+    hosts: bool = False,
 ) -> tuple[ChaosSpec, ...]:
     """All faults of a job of `world_size` ranks, random ones drawn, numbered in the order given.
     `nproc_per_node`: of a job whose nodes are processes of their own; None where the job has none.
+    `hosts`: each of them is on a host of its own.
 
-    Raises UserError as `parse` does, and for a rank or a node that the job does not have.
+    Raises UserError as `parse` does, and for what the job does not have.
     """
     per_node = nproc_per_node or world_size
     written: list[str] = []
@@ -152,6 +165,12 @@ def parse_all(
             lost = "nodes" if spec.kind in OF_NODES else "coordinator of its own"
             raise _refusal(
                 spec.text, f"this job has no {lost} to lose; give it nodes with --local-nodes"
+            )
+        if spec.kind == OF_NETWORK and not hosts:
+            raise _refusal(
+                spec.text,
+                "the nodes of this job are on one machine and share its network; it takes "
+                "`everstep run` on a host for each node (--nnodes, --coordinator)",
             )
     check_world(specs, world_size, per_node)
     return specs
@@ -223,19 +242,36 @@ def _parse_kind(text: str, head: str) -> tuple[str, int, float]:
 
 
 def _factor(text: str, number: str) -> float:
-    try:
-        factor = float(number)
-    except ValueError:
-        factor = math.nan
-    if not (factor > 1 and math.isfinite(factor)):
+    factor = _decimal(number)
+    if not factor > 1:
         raise _refusal(
             text, "slow=F takes how many times as long the step is to take, a number above 1"
         )
     return factor
 
 
+def _seconds(text: str, number: str) -> float:
+    seconds = _decimal(number)
+    if not seconds > 0:
+        raise _refusal(
+            text, f"seconds={number} is no number above 0; leave it out for a cut that never ends"
+        )
+    return seconds
+
+
+def _decimal(number: str) -> float:
+    """A finite number, or nan."""
+    try:
+        value = float(number)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
 def _grammar(kind: str) -> tuple[str, Sequence[str]]:
     """How a fault of `kind` is written, and its keys."""
+    if kind == OF_NETWORK:
+        return NETWORK_FORM, _NETWORK_KEYS
     if kind in OF_NODES:
         return NODE_FORM, _NODE_KEYS
     return COORDINATOR_FORM if kind == OF_COORDINATOR else FORM, _KEYS

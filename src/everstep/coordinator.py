@@ -13,6 +13,7 @@ It does not know processes, sockets or files. Loop thread only; nothing blocks.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -266,8 +267,7 @@ class CoordinatorShell:
         }
         self._effects.record(Record(event="fault_fired", fields=fields))
         if fault.kind in chaos.OF_NODES:
-            rank, incarnation = member
-            self._effects.cut(rank, incarnation, whole=fault.kind == "node")
+            self._effects.cut(*member, fault)
         elif fault.kind == chaos.OF_COORDINATOR:
             self._effects.fall()
 
@@ -295,14 +295,19 @@ class CoordinatorShell:
                 if message.record is not None:
                     self._effects.trace(rank, message.step, message.record)
                 fired = self._fired.get(member)
-                if fired is not None and message.step > fired[0].step:
-                    del self._fired[
-                        member
-                    ]  # it did no harm that shows; a later failure is another's
+                if fired is not None and self._is_past(*fired, message.step):
+                    del self._fired[member]
             case messages.Close():
                 self._log(rank, message.log)
             case messages.Finish():
                 self._effects.digests(rank, message.digests)
+
+    def _is_past(self, fault: ChaosSpec, fired_s: float, committed: int) -> bool:
+        """Whether a fault did no harm that shows, so that a later failure is another's."""
+        if fault.kind == chaos.OF_NETWORK:  # the rank commits until the network is gone
+            back_s = fired_s + fault.lasts_s if fault.lasts_s else math.inf
+            return self._clock() > back_s
+        return committed > fault.step
 
     def _event(self, member: Member, message: FromWorker) -> events.Event:
         rank, incarnation = member

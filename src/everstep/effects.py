@@ -11,7 +11,7 @@ from everstep.core.overview import Overview
 from everstep.keepsakes import Heritage
 from everstep.types import Record
 from everstep.wire import nodes
-from everstep.wire.messages import ToWorker
+from everstep.wire.messages import ChaosSpec, ToWorker
 
 Member = tuple[int, int]  # rank and incarnation
 
@@ -70,9 +70,9 @@ class Effects(Protocol):
         """End all workers of a node that has no part in the job any more, if it can be reached."""
         ...
 
-    def cut(self, rank: int, incarnation: int, *, whole: bool) -> None:
-        """A fault on purpose: end the agent of the node where the worker is, and with `whole` all
-        processes of the node. The loss comes back by `node_lost`."""
+    def cut(self, rank: int, incarnation: int, fault: ChaosSpec) -> None:
+        """Have a fault on purpose happen to the node where the worker is. A loss comes back by
+        `node_lost`."""
         ...
 
     def fall(self) -> None:

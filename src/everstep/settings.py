@@ -430,7 +430,8 @@ def faults_of(settings: RunSettings, texts: Iterable[str]) -> tuple[ChaosSpec, .
     """The faults that `texts` describe, in the job of `settings`. Raises UserError as
     `chaos.parse_all` does."""
     nproc_per_node = settings.nproc_per_node if settings.on_nodes else None
-    return faults.parse_all(texts, settings.world_size, nproc_per_node)
+    hosts = bool(settings.coordinator)
+    return faults.parse_all(texts, settings.world_size, nproc_per_node, hosts=hosts)
 
 
 def new_run_id() -> str:

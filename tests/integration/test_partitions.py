@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,10 +98,11 @@ class Job:
         steps: int = STEPS,
         pace_s: float = PACE_S,
         at: str = "",
+        faults: Sequence[str] = (),
         **settings: object,
     ) -> None:
         """Start the job on hosts: the coordinator on the head, a node on each other. `at`: how they
-        call the head. `settings`: where they differ from SETTINGS."""
+        call the head. `faults`: on purpose. `settings`: where they differ from SETTINGS."""
         given = {**SETTINGS, **settings}
         for host in hosts:
             witness, memory = (self.lab.folder / f"{kind}-{host}" for kind in ("witness", "shm"))
@@ -112,6 +113,7 @@ class Job:
             command += ["--coordinator", f"{at or self.lab.address(HEAD)}:{PORT}"]
             command += ["--run-id", "job", "--log-dir", str(self.lab.folder / f"runs-{host}")]
             command += ["--nproc-per-node", str(self.ranks_per_node)]
+            command += [part for fault in faults for part in ("--chaos", fault)]
             command += [str(SCRIPTS / "witness.py"), "--steps", str(steps)]
             command += ["--shards", str(self.ranks_per_node)]
             command += ["--pace", str(pace_s), "--hurry", str(self._hurry)]

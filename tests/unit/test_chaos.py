@@ -267,6 +267,32 @@ def test_a_fault_of_a_node_needs_nodes() -> None:
         chaos.parse_all(["node:index=3,step=5"], world_size=6, nproc_per_node=2)
 
 
+@pytest.mark.parametrize(("seconds", "lasts_s"), [("", 0.0), (",seconds=1.5", 1.5)])
+def test_a_fault_of_the_network_is_of_a_slot_and_may_pass(seconds: str, lasts_s: float) -> None:
+    text = f"net:index=1,step=5,at=fence{seconds}"
+    [fault] = chaos.parse_all([text], world_size=6, nproc_per_node=2, hosts=True)
+    assert (fault.kind, fault.rank, fault.step, fault.at) == ("net", 2, 5, "fence")
+    assert fault.lasts_s == lasts_s
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "says"),
+    [
+        ("net:index=0,step=5", False, "on one machine and share its network"),
+        ("net:index=3,step=5", True, "the job has slots 0 to 2"),
+        ("net:rank=0,step=5", True, "the keys are index, step, at, seconds"),
+        ("net:index=0", True, r"step is missing; write net:index=I,step=S\[,at=PLACE\]\[,seconds"),
+        ("net:index=0,step=5,seconds=0", True, "no number above 0; leave it out for a cut that"),
+        ("net:index=0,step=5,seconds=inf", True, "no number above 0"),
+        ("net:index=0,step=5,seconds=long", True, "no number above 0"),
+        ("node:index=0,step=5,seconds=1", True, "'seconds' is no key"),
+    ],
+)
+def test_a_fault_of_the_network_that_can_not_be(text: str, hosts: bool, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        chaos.parse_all([text], world_size=6, nproc_per_node=2, hosts=hosts)
+
+
 def test_a_fault_of_the_coordinator_is_told_by_a_rank_that_goes_on() -> None:
     texts = ["coordinator:step=5", "coordinator:rank=3,step=2,at=commit", "coordinator:at=setup"]
     faults = chaos.parse_all(texts, world_size=4, nproc_per_node=2)
@@ -297,8 +323,8 @@ def test_a_fault_of_the_coordinator_that_can_not_be(
 
 
 def test_random_faults_may_be_of_nodes() -> None:
-    text = "random:count=9,seed=1,steps=1-90,kinds=node+agent+kill"
-    specs = chaos.parse_all([text], world_size=6, nproc_per_node=2)
+    text = "random:count=12,seed=1,steps=1-90,kinds=node+agent+net+kill"
+    specs = chaos.parse_all([text], world_size=6, nproc_per_node=2, hosts=True)
     of_nodes = [spec for spec in specs if spec.kind in chaos.OF_NODES]
     assert {spec.kind for spec in of_nodes} == set(chaos.OF_NODES)
     assert all(spec.rank == 2 * int(spec.text.split("index=")[1][0]) for spec in of_nodes)

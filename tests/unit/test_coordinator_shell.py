@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from everstep import chaos
 from everstep.coordinator import CoordinatorShell
 from everstep.core import actions as do
 from everstep.core import events as ev
@@ -87,8 +88,8 @@ class Recorder:
         self.done.append(("copy_order", node, order))
         return True
 
-    def cut(self, rank: int, incarnation: int, *, whole: bool) -> None:
-        self.done.append(("cut", rank, incarnation, whole))
+    def cut(self, rank: int, incarnation: int, fault: m.ChaosSpec) -> None:
+        self.done.append(("cut", rank, incarnation, fault))
 
     def fall(self) -> None:
         self.done.append(("fall",))
@@ -616,18 +617,39 @@ def test_a_node_is_told_to_the_core_and_dismissed_for_it() -> None:
     assert case.act(do.Dismiss(node=3, why="lost")) == [("dismiss", 3, "lost")]
 
 
-@pytest.mark.parametrize(("kind", "whole"), [("node", True), ("agent", False)])
-def test_a_fault_of_a_node_is_written_down_and_then_carried_out(kind: Any, whole: bool) -> None:
+@pytest.mark.parametrize("kind", chaos.OF_NODES)
+def test_a_fault_of_a_node_is_written_down_and_then_carried_out(kind: Any) -> None:
     spec = m.ChaosSpec(index=0, text=f"{kind}:...", kind=kind, rank=2, step=5, at="backward")
     case = Case(spec)
     case.shell.message(2, 1, m.Fired(index=0, t=50.0))
     assert [done[0] for done in case.effects.done] == ["record", "cut"]
-    assert case.effects.done[1] == ("cut", 2, 1, whole)
+    assert case.effects.done[1] == ("cut", 2, 1, spec)
     case.shell.node_lost(4, Cause(kind=CauseKind.NODE, text="closed"), [(2, 1), (3, 1)])
     (lost,) = case.core.seen
     assert isinstance(lost, ev.NodeLost)
     assert (lost.node, lost.cause.fault, lost.cause.at_s) == (4, spec.text, 50.0)
     assert case.heritage(2).faults == ()
+
+
+@pytest.mark.parametrize(
+    ("lasts_s", "at_s", "known"), [(0.0, 99.0, True), (3.0, 52.0, True), (3.0, 54.0, False)]
+)
+def test_a_network_is_cut_on_purpose_until_its_rank_commits_after_it(
+    lasts_s: float, at_s: float, known: bool
+) -> None:
+    """The rank may commit steps before the network is gone."""
+    text = "net:index=1,step=5"
+    spec = m.ChaosSpec(
+        index=0, text=text, kind="net", rank=2, step=5, at="backward", lasts_s=lasts_s
+    )
+    case = Case(spec)
+    case.shell.message(2, 1, m.Fired(index=0, t=50.0))
+    case.now_s = at_s
+    case.shell.message(2, 1, m.Commit(generation=0, step=7, t=at_s, log={}, record=None))
+    case.shell.node_lost(4, Cause(kind=CauseKind.NODE, text="closed"), [(2, 1)])
+    lost = case.core.seen[-1]
+    assert isinstance(lost, ev.NodeLost)
+    assert lost.cause.fault == (text if known else None)
 
 
 def test_a_fault_of_the_coordinator_is_written_down_and_happens_once() -> None:

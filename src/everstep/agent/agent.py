@@ -28,9 +28,11 @@ from everstep.agent import identity
 from everstep.agent.leftovers import sweep
 from everstep.agent.neighbours import Neighbours
 from everstep.agent.node import failures_go_to
+from everstep.agent.outage import Outage, devices
 from everstep.agent.peering import Peering, events_for
 from everstep.agent.tenure import Tenure
 from everstep.agent.terms import AgentSettings, Ending
+from everstep.chaos import OF_NETWORK
 from everstep.errors import TransientError, UserError
 from everstep.wire import nodes
 from everstep.wire.network import Link
@@ -61,6 +63,8 @@ class _Agent:
         self._leaving: int | None = None
         self._tenure: Tenure | None = None
         self._failure: BaseException | None = None
+        self._outage: Outage | None = None
+        self._outage_ends: asyncio.TimerHandle | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -98,6 +102,8 @@ class _Agent:
                 if ending.exit_code is not None:
                     return ending.exit_code
         finally:
+            if self._outage_ends is not None:
+                self._end_outage()
             if neighbours is not None:
                 neighbours.close()
             self._link.close()
@@ -173,8 +179,34 @@ class _Agent:
                 self._link.leave(f"term {message.term} has ended: that of {newest} has begun")
                 return
             self._newest_term = message.term
-        if self._tenure is not None:
+        if isinstance(message, nodes.Welcome) and message.settings.cuts_networks:
+            self._devices()  # refused before anything starts, if ever
+        if isinstance(message, nodes.Cut) and message.fault.kind == OF_NETWORK:
+            self._begin_outage(message.fault.lasts_s)
+        elif self._tenure is not None:
             self._tenure.take(message)
+
+    def _devices(self) -> tuple[str, ...]:
+        """Those by which this host has its network. Raises UserError if it must not lose it."""
+        _, coordinator = identity.way_towards(*self._link.place)
+        return devices(coordinator, self._settings.interface)
+
+    def _begin_outage(self, lasts_s: float) -> None:
+        """The network is gone for so long, 0: for good. The last word counts."""
+        if self._outage_ends is not None:
+            self._outage_ends.cancel()
+            self._outage_ends = None
+        self._outage = self._outage or Outage(self._devices())
+        if lasts_s:
+            loop = asyncio.get_running_loop()
+            self._outage_ends = loop.call_later(lasts_s, self._end_outage)
+
+    def _end_outage(self) -> None:
+        assert self._outage is not None
+        assert self._outage_ends is not None
+        self._outage_ends.cancel()
+        outage, self._outage, self._outage_ends = self._outage, None, None
+        outage.end()
 
     def _lost(self, why: str) -> None:
         self._joined.clear()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from everstep.core.hang import Evidence
 from everstep.types import Cause
 from everstep.wire import nodes
-from everstep.wire.messages import FromWorker, Keepsake, ToWorker, WorkerSpec
+from everstep.wire.messages import ChaosSpec, FromWorker, Keepsake, ToWorker, WorkerSpec
 from everstep.wire.nodes import Shown
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ class NodeHandle(Protocol):
         """The job goes on without this node: kill all its workers."""
         ...
 
-    def cut(self, *, whole: bool) -> None:
-        """End the agent, and with `whole` all its processes."""
+    def cut(self, fault: ChaosSpec) -> None:
+        """Have a fault on purpose happen to the node."""
         ...
 
     def hurry(self) -> None:

@@ -34,7 +34,7 @@ from everstep.observe.view import Both, View
 from everstep.settings import RunSettings
 from everstep.types import Cause, Record
 from everstep.wire import nodes
-from everstep.wire.messages import FromWorker, ToWorker
+from everstep.wire.messages import ChaosSpec, FromWorker, ToWorker
 
 Member = tuple[int, int]  # rank and incarnation
 _WRITTEN_EVERY_S = 0.25
@@ -253,11 +253,11 @@ class Fleet:
             self._forget(node)
             handle.dismiss(why)
 
-    def cut(self, rank: int, incarnation: int, *, whole: bool) -> None:
-        """End a worker's node, or its agent alone."""
+    def cut(self, rank: int, incarnation: int, fault: ChaosSpec) -> None:
+        """Have a fault on purpose happen to a worker's node."""
         node = self._home(rank, incarnation)
         if node is not None:
-            node.cut(whole=whole)
+            node.cut(fault)
 
     def fall(self) -> None:
         """End this process: the job has another one for its nodes."""

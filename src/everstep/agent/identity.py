@@ -49,8 +49,14 @@ def script_digest(script: ScriptSpec) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The numeric address of this host on the way to a coordinator. Sends nothing; may block for
-    the name.
+    """The numeric address of this host on the way to a coordinator. Blocks and raises as
+    `way_towards`."""
+    return way_towards(host, port)[0]
+
+
+def way_towards(host: str, port: int) -> tuple[str, str]:
+    """The numeric addresses of the way to a coordinator, here and there. Sends nothing; may block
+    for the name.
 
     Raises UserError where there is no way.
     """
@@ -63,7 +69,7 @@ def address_towards(host: str, port: int) -> str:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
-                return str(probe.getsockname()[0])
+                return str(probe.getsockname()[0]), str(probe.getpeername()[0])
         except OSError as error:
             refusal = refusal or error
     raise UserError(

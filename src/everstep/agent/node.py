@@ -41,6 +41,7 @@ from everstep.snapshot import SnapshotError
 from everstep.types import Cause
 from everstep.wire import nodes
 from everstep.wire.messages import (
+    ChaosSpec,
     Exited,
     Fork,
     Forked,
@@ -310,10 +311,10 @@ class Node:
         for worker in self._workers.values():
             worker.kill(why)
 
-    def cut(self, *, whole: bool) -> NoReturn:
-        """A fault on purpose: end this process by SIGKILL, and with `whole` all that it started, as
-        if the power were cut: nobody has time to tell of another's end."""
-        if whole:
+    def cut(self, fault: ChaosSpec) -> NoReturn:
+        """A fault on purpose: end this process by SIGKILL, and for kind `node` all that it started,
+        as if the power were cut: nobody has time to tell of another's end."""
+        if fault.kind == "node":
             for pid in processes.marked(self._ground.mark):
                 processes.send_signal(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

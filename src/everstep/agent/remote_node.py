@@ -15,7 +15,7 @@ import msgspec
 from everstep.agent.berth import Berth, Kept
 from everstep.agent.ending import END_TIMEOUT_S
 from everstep.wire import nodes
-from everstep.wire.messages import ToWorker, WorkerSpec
+from everstep.wire.messages import ChaosSpec, ToWorker, WorkerSpec
 
 
 class RemoteNode:
@@ -104,9 +104,9 @@ class RemoteNode:
         """End the connection: the agent comes again, is displaced, and kills all its workers."""
         self._hang_up(why)
 
-    def cut(self, *, whole: bool) -> None:
-        """End the agent, and with `whole` all its processes."""
-        self._send(nodes.Cut(whole=whole))
+    def cut(self, fault: ChaosSpec) -> None:
+        """Have a fault on purpose happen to the node."""
+        self._send(nodes.Cut(fault=fault))
 
     def hurry(self) -> None:
         """A `close` that waits for workers waits no longer."""

@@ -394,7 +394,7 @@ def _obey(node: Node, message: nodes.ToNode) -> None:
             node.look()
         case nodes.Inspect():
             node.inspect()
-        case nodes.Cut(whole=whole):
-            node.cut(whole=whole)
+        case nodes.Cut(fault=fault):
+            node.cut(fault)
         case _ if isinstance(message, nodes.CopyOrder):
             node.copy_order(message)

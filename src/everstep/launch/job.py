@@ -18,6 +18,7 @@ from typing import Any
 from everstep import __version__
 from everstep.agent import identity
 from everstep.agent.zygote import ZygotePlan
+from everstep.chaos import OF_NETWORK
 from everstep.core.ladder import Policy
 from everstep.settings import RunSettings, endpoint
 from everstep.wire.nodes import NodeSettings
@@ -110,6 +111,7 @@ def node_settings(settings: RunSettings, seed: str, plan: ZygotePlan) -> NodeSet
         transfer_timeout_s=settings.transfer_timeout_s,
         transfer_stall_s=settings.transfer_stall_s,
         preflight_s=settings.preflight_s,
+        cuts_networks=any(fault.kind == OF_NETWORK for fault in settings.chaos),
     )
 
 

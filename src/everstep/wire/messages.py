@@ -37,7 +37,8 @@ class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
     `code` is the exit code for kind `exit`, `factor` how many times as long the step takes for kind
     `slow`. `step` is 0 for the place `setup`, which comes before all steps. Kinds `node` and
     `agent` end the rank's node, or its agent: the rank stands still, and the coordinator does it.
-    Kind `coordinator` ends that: the rank goes on."""
+    Kind `net` cuts the node's network, for `lasts_s` seconds, or for ever if that is 0, and kind
+    `coordinator` ends that: the rank goes on."""
 
     index: int
     text: str
@@ -55,6 +56,7 @@ class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
         "corrupt",
         "node",
         "agent",
+        "net",
         "coordinator",
     ]
     rank: int
@@ -75,6 +77,7 @@ class ChaosSpec(msgspec.Struct, frozen=True, kw_only=True):
     ]
     code: int = 0
     factor: float = 1.0
+    lasts_s: float = 0.0
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,14 +15,23 @@ import msgspec
 from everstep.core.hang import Evidence
 from everstep.types import Cause
 from everstep.wire.bulk import Offer
-from everstep.wire.messages import FromWorker, Keepsake, Message, ScriptSpec, ToWorker, WorkerSpec
+from everstep.wire.messages import (
+    ChaosSpec,
+    FromWorker,
+    Keepsake,
+    Message,
+    ScriptSpec,
+    ToWorker,
+    WorkerSpec,
+)
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What must be the same on every node of a job. `hash_seed`: PYTHONHASHSEED of all workers.
     `runner`, `preload`: what zygotes run and import, as `agent.zygote.ZygotePlan` has them.
     `recovery_bytes_per_s`: of the setting recovery_bandwidth, None for no limit. `preflight_s`: of
-    preflight_timeout_s, 0 where there is none. The others are the settings of these names."""
+    preflight_timeout_s, 0 where there is none. `cuts_networks`: there is a fault on purpose of kind
+    `net`, which each node must be able to meet. The others are the settings of these names."""
 
     run_id: str
     script: ScriptSpec
@@ -39,6 +48,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     transfer_timeout_s: float = 600.0
     transfer_stall_s: float = 15.0
     preflight_s: float = 0.0
+    cuts_networks: bool = False
 
 
 class Listens(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,10 +182,9 @@ class Finish(Message):
 
 
 class Cut(Message):
-    """A fault on purpose: end by SIGKILL. `whole`: all processes of the node at once, as if the
-    power were cut; else the agent alone."""
+    """Have this fault on purpose happen to your node: of kind `node`, `agent` or `net`."""
 
-    whole: bool
+    fault: ChaosSpec
 
 
 class Keepers(Message):

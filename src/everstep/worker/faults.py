@@ -133,8 +133,8 @@ class Faults:
                 raise ChaosError(f"fault on purpose: {spec.text}")
             case "hang" | "node" | "agent":  # of a node: the coordinator ends it, and this with it
                 threading.Event().wait()  # nobody sets it; other threads run on
-            case "coordinator":
-                pass  # it has been told, and does it itself
+            case "coordinator" | "net":
+                pass  # the coordinator has been told, and does it
             case "oom":
                 _run_out_of_memory()
             case "slow":
