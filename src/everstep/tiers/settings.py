@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from everstep.tiers.hook import Hook
+
 Policy = Literal["newest", "wait", "skip"]
 
 
@@ -58,6 +60,15 @@ class TierSettings:
     grace_s: float = 300.0
     """Seconds that the end of the job waits for saves that are under way. Long enough for the last
     checkpoint of a large job."""
+
+    on_durable: Hook = ""
+    """What is called, by one rank, when a checkpoint has become durable: a command, which is told
+    about it by EVERSTEP_CHECKPOINT_SERIES, _STEP, _DESTINATION, _BYTES, _RUN_ID and _COMMIT; or a
+    function, which is given a `Durable`. To evaluate, deploy, give notice. A failure is a
+    warning."""
+
+    on_durable_timeout_s: float = 600.0
+    """Seconds after which a command is ended, and a function left to itself."""
 
     require_signature: bool = False
     """Refuse checkpoints that are not signed with the key: who can write to the bucket can else
