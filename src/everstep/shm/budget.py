@@ -26,11 +26,12 @@ _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near the largest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """One thing that bounds the copies. `free`: bytes that it still gives. `what`: for a person.
-    `remedy`: how it is raised."""
+    `remedy`: how it is raised. `limit`: all that a control group gives."""
 
     free: int
     what: str
     remedy: str
+    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,16 @@ def measure(
     bounds.sort(key=lambda bound: bound.free)
     limit = int(bounds[0].free * (1 - RESERVE))
     return Budget(limit_bytes=max(limit, 0), bounds=tuple(bounds))
+
+
+def memory_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The memory that this process's host has, or the narrowest of its control groups allows."""
+    totals = [
+        int(line.split()[1]) << 10
+        for line in _text(proc / "meminfo").splitlines()
+        if line.startswith("MemTotal:")
+    ]
+    return min([*totals, *(bound.limit for bound in _of_groups(proc, cgroups))], default=0)
 
 
 def size(nbytes: int) -> str:
@@ -134,6 +145,7 @@ def _of_groups(proc: Path, cgroups: Path) -> list[Bound]:
             bounds.append(
                 Bound(
                     free=max(limit - used, 0),
+                    limit=limit,
                     what=f"the control group /{place} uses {size(used)} of {size(limit)}".replace(
                         "/.", "/"
                     ),

@@ -136,6 +136,11 @@ class Secret:
         """Symmetric key that signs checkpoints, 32 bytes."""
         return self._derive(b"checkpoints")
 
+    def memory_tag(self) -> str:
+        """Names what is kept in a host's memory for those who have the secret: 12 hexadecimal
+        digits, which say nothing of it."""
+        return self._derive(b"memory tier").hex()[:12]
+
     def _derive(self, purpose: bytes) -> bytes:
         """HKDF's expand step for one block, which is as long as a key."""
         return hmac.digest(self._root, purpose + b"\x01", hashlib.sha256)

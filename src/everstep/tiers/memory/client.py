@@ -1,0 +1,645 @@
+"""A rank's way to its host's memory tier: a store.
+
+Theory of operation. Questions go to the desk of the host over a Unix socket, one at a time on a
+connection; a call takes a free connection or makes one. Large objects are not sent: the rank writes
+into shared memory that the desk has given it, and reads from it; what another host has it fetches
+itself, over the bulk plane, straight to where it is wanted. A descriptor that was opened for
+reading is kept for further reads until something else is done, since a load reads many ranges of
+few objects.
+
+An agent that has died is looked for again for `patience_s`, with jitter: it may be on its way back.
+After a fork the child makes connections of its own.
+
+It does not know other hosts but by name. Any thread; all calls block.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from everstep.errors import EverstepError, UserError
+from everstep.snapshot import BLOCK_BYTES, SnapshotError, block_spans, digest
+from everstep.tiers import names
+from everstep.tiers.memory import talk
+from everstep.tiers.memory.plane import LARGE_BYTES
+from everstep.tiers.memory.vault import PREFIX, check_range
+from everstep.tiers.memory.wire import SOCKET, Gone, Wire
+from everstep.tiers.store import Entry, Missing, Stopped, StoreError
+from everstep.wire.bulk import STREAMS, Caller, Corrupt, Sink, fetch
+
+VARIABLE = "EVERSTEP_TIER_SOCKET"
+"""Names the socket of the host's desk, for processes that are not told otherwise."""
+_INLINE = talk.INLINE_BYTES
+_FETCH_BYTES = 8 << 30  # of one loan: its digests fit a message
+_KEPT_OPEN = 4
+_FAULT_BYTES = 16 << 20
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+A = TypeVar("A", bound=talk.Message)
+
+
+def connect(
+    where: str | None = None,
+    *,
+    copies: int = 2,
+    retained: int = 0,
+    patience_s: float = 10.0,
+    shm_dir: Path = Path("/dev/shm"),
+) -> MemoryStore:
+    """The store in the memory of this host and its neighbours. `where`: the desk's socket; None:
+    that of the environment, or of the one agent of this user that keeps checkpoints here.
+    `copies`, `retained`: as `TierSettings` has `copies` and `memory_retained`; 0: nothing goes by
+    itself. Blocks. Raises UserError where there is no agent, or there are several."""
+    where = where or os.environ.get(VARIABLE) or _only_socket(shm_dir)
+    store = MemoryStore(where, copies=copies, retained=retained, patience_s=patience_s)
+    try:
+        store.about()
+    except StoreError as error:
+        store.close()
+        raise UserError(
+            f"no agent keeps checkpoints at {where}: {error}; start `everstep agent` on this host, "
+            "or leave memory_every at 0"
+        ) from error
+    return store
+
+
+def _only_socket(shm_dir: Path) -> str:
+    found = [
+        path
+        for path in sorted(shm_dir.glob(f"{PREFIX}*/{SOCKET}"))
+        if path.parent.stat().st_uid == os.geteuid()
+    ]
+    if len(found) != 1:
+        seen = ", ".join(map(str, found)) or f"none of this user in {shm_dir}"
+        raise UserError(
+            f"which agent keeps checkpoints in memory? Found are {seen}; start `everstep agent` on "
+            f"this host, or name its socket in {VARIABLE}"
+        )
+    return str(found[0])
+
+
+class Reservation:
+    """Shared memory for an object: `area` may be written until it is put (`MemoryStore.put` of just
+    this view publishes it without a copy), and read until `close`."""
+
+    def __init__(self, wire: Wire, fd: int, nbytes: int) -> None:
+        self._wire: Wire | None = wire
+        self.nbytes = nbytes
+        self.published = False
+        try:
+            self._map = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self.area = memoryview(self._map)
+        """Its bytes."""
+
+    def fault_in(self) -> None:
+        """Have all pages mapped, so that writing them is a bare copy."""
+        for start in range(0, self.nbytes, _FAULT_BYTES):
+            length = min(_FAULT_BYTES, self.nbytes - start)
+            try:
+                self._map.madvise(_POPULATE_WRITE, start, length)
+            except OSError:
+                return  # an older kernel: the pages come as they are written
+
+    def is_of(self, piece: memoryview) -> bool:
+        """Whether this is all of the area."""
+        return piece.obj is self._map and piece.nbytes == self.nbytes
+
+    @property
+    def wire(self) -> Wire:
+        """The connection that holds it."""
+        if self._wire is None:
+            raise StoreError("this area has been given back")
+        return self._wire
+
+    def close(self) -> None:
+        """Give it back, or let the object be. May be called twice. Views of `area` must be gone."""
+        if self._wire is not None:
+            wire, self._wire = self._wire, None
+            wire.close()
+            self.area.release()
+            self._map.close()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Reader:
+    """An object of this host that is open for reading. `users`: who read it now."""
+
+    def __init__(self, wire: Wire, fd: int, nbytes: int) -> None:
+        self.wire, self.fd, self.nbytes = wire, fd, nbytes
+        self.users = 0
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.wire.close()
+
+
+class MemoryStore:
+    """A `Store` of the memory of hosts. `at`: only what that host has is read."""
+
+    def __init__(
+        self,
+        socket_name: str,
+        *,
+        copies: int = 2,
+        retained: int = 0,
+        patience_s: float = 10.0,
+        at: str = "",
+    ) -> None:
+        self._name = socket_name
+        self._copies = copies
+        self._retained = retained
+        self._patience_s = patience_s
+        self._at = at
+        self._lock = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()
+        self._free: list[Wire] = []
+        self._readers: dict[str, _Reader] = {}
+        self._reserved: list[Reservation] = []
+        self._notes: list[str] = []
+
+    # ------------------------------------------------------------ beyond a store
+
+    @property
+    def where(self) -> str:
+        """As Store has it."""
+        return f"memory of {self._at or socket.gethostname()}" + ("" if self._at else " and others")
+
+    def about(self, *, deadline_s: float = 10.0) -> talk.This:
+        """Who the desk is, whom it knows, how much it has."""
+        return self._ask(talk.About(), talk.This, deadline_s)
+
+    def card(self) -> str:
+        """What other hosts must know of this one, for `introduce`; "" where it has no secret, and
+        so speaks with none. The first call has the desk listen."""
+        site = self.about().site
+        return "" if site is None else msgspec.json.encode(site).decode()
+
+    def introduce(self, cards: Sequence[str], *, deadline_s: float = 10.0) -> None:
+        """Tell the desk of the other hosts, by their cards. Raises ValueError for what is none."""
+        try:
+            sites = tuple(msgspec.json.decode(card, type=talk.Site) for card in set(cards) if card)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"this is no card of a host: {error}") from error
+        self._ask(talk.Introduce(sites=sites), talk.Done, deadline_s)
+
+    def notes(self) -> list[str]:
+        """What a person should know since the last call."""
+        with self._lock:
+            notes, self._notes = self._notes, []
+        return notes
+
+    def reserve(self, nbytes: int, *, deadline_s: float) -> Reservation:
+        """Memory for an object of `nbytes` bytes, all of it mapped. Blocks for clearing it where it
+        is new. Raises Full with the numbers, StoreError."""
+        self._let_go()
+        wire = self._connect(deadline_s)
+        try:
+            _, fd = wire.ask(talk.Reserve(nbytes=nbytes), talk.Reserved, deadline_s)
+            reservation = Reservation(wire, fd, nbytes)
+        except Gone as error:
+            raise StoreError(f"{self.where}: {error}") from error
+        except BaseException:
+            wire.close()
+            raise
+        reservation.fault_in()
+        with self._lock:
+            self._reserved = [each for each in self._reserved if each._wire is not None]
+            self._reserved.append(reservation)
+        return reservation
+
+    def copies(self, key: str, *, deadline_s: float) -> Sequence[MemoryStore]:
+        """A view of each host that has the object, this one first: to read it from there."""
+        names.check_key(key)
+        held = self._ask(talk.Holders(key=key, deadline_s=deadline_s), talk.Held, deadline_s)
+        return [
+            MemoryStore(self._name, copies=1, patience_s=self._patience_s, at=site)
+            for site in held.sites
+        ]
+
+    def get_checked(
+        self,
+        key: str,
+        area: memoryview,
+        *,
+        start: int,
+        block_bytes: int,
+        digests: Sequence[str],
+        deadline_s: float,
+    ) -> None:
+        """As `get_into`, and each block of `area` is compared with its digest (XXH3, 128 bits) as
+        it comes. Raises SnapshotError when it stays wrong."""
+        reader = self._open(key, deadline_s)
+        if reader is None:
+            try:
+                self._fetch(key, area, start, deadline_s, block_bytes, digests)
+            except Corrupt as error:
+                raise SnapshotError(f"{key}: {error}") from error
+            return
+        with self._reading(key, reader):
+            check_range(key, reader.nbytes, start, start + area.nbytes)
+            spans = block_spans(area.nbytes, block_bytes)
+            for (first, last), expected in zip(spans, digests, strict=True):
+                with area[first:last] as block:
+                    _fill(reader.fd, block, start + first, key)
+                    if digest(block) != expected:
+                        raise SnapshotError(
+                            f"{key} is corrupt in bytes {start + first} to {start + last} in the "
+                            "memory of this host; take another copy of it"
+                        )
+
+    # ------------------------------------------------------------ a store
+
+    def put(
+        self,
+        key: str,
+        pieces: Sequence[memoryview],
+        *,
+        absent: bool = False,
+        deadline_s: float,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """As Store has it; to as many hosts as copies are wanted and can be had: `notes` says of
+        fewer."""
+        names.check_key(key)
+        if stop is not None and stop.is_set():
+            raise Stopped(f"{key}: the save was given up")
+        self._let_go()
+        terms = talk.Terms(
+            absent=absent,
+            token=secrets.token_hex(8),
+            copies=self._copies,
+            retained=self._retained,
+            deadline_s=deadline_s,
+        )
+        nbytes = sum(piece.nbytes for piece in pieces)
+        reservation = self._reservation(pieces)
+        if reservation is not None:
+            try:
+                self._publish(reservation, key, terms)
+                return
+            except Gone:
+                pass  # the agent has died meanwhile: its successor gets a copy
+        if nbytes <= _INLINE:
+            data = b"".join(pieces)
+            done = self._ask(talk.Put(key=key, data=data, terms=terms), talk.Done, deadline_s)
+            self._note(done)
+            return
+        end_s = time.monotonic() + deadline_s
+        while True:
+            left_s = max(end_s - time.monotonic(), 0.001)
+            with self.reserve(nbytes, deadline_s=left_s) as fresh:
+                _gather(fresh.area, pieces)
+                try:
+                    self._publish(fresh, key, terms)
+                    return
+                except Gone as error:
+                    if time.monotonic() >= end_s:
+                        raise StoreError(f"{key}: {error}") from error
+
+    def get(self, key: str, *, start: int = 0, end: int | None = None, deadline_s: float) -> bytes:
+        """As Store has it."""
+        if end is None:
+            end = self.size(key, deadline_s=deadline_s)
+        if start > end:
+            raise StoreError(f"{key}: bytes {start} to {end} were asked for")
+        data = bytearray(end - start)
+        with memoryview(data) as area:
+            self.get_into(key, area, start=start, deadline_s=deadline_s)
+        return bytes(data)
+
+    def get_into(self, key: str, area: memoryview, *, start: int = 0, deadline_s: float) -> None:
+        """As Store has it."""
+        reader = self._open(key, deadline_s)
+        if reader is None:
+            self._fetch(key, area, start, deadline_s)
+            return
+        with self._reading(key, reader):
+            check_range(key, reader.nbytes, start, start + area.nbytes)
+            _fill(reader.fd, area, start, key)
+
+    def size(self, key: str, *, deadline_s: float) -> int:
+        """As Store has it."""
+        names.check_key(key)
+        asked = talk.Size(key=key, at=self._at, deadline_s=deadline_s)
+        return self._ask(asked, talk.Sized, deadline_s).nbytes
+
+    def list(self, prefix: str, *, deadline_s: float) -> Iterator[Entry]:
+        """As Store has it: of all hosts that are reached."""
+        if prefix:
+            names.check_key(prefix.removesuffix("/"))
+        asked = talk.Names(prefix=prefix, at=self._at, deadline_s=deadline_s)
+        self._let_go()
+        for attempt in self._attempts():
+            entries: list[Entry] = []
+            with attempt as wire:
+                page, _ = wire.ask(asked, talk.Page, deadline_s)
+                entries += map(_entry, page.entries)
+                while page.more:
+                    page = wire.receive(talk.Page, deadline_s)[0]
+                    entries += map(_entry, page.entries)
+                break
+        return iter(entries)
+
+    def delete(self, key: str, *, deadline_s: float) -> None:
+        """As Store has it: on all hosts that are reached."""
+        names.check_key(key)
+        self._let_go()
+        self._ask(talk.Delete(key=key, deadline_s=deadline_s), talk.Done, deadline_s)
+
+    def sweep(self, *, older_than_s: float, deadline_s: float) -> int:
+        """As Store has it. What a dead rank was writing goes when it dies."""
+        return 0
+
+    def close(self) -> None:
+        """As Store has it; reservations too."""
+        with self._lock:
+            self._closed = True
+            wires, self._free = self._free, []
+            readers, self._readers = list(self._readers.values()), {}
+            reserved, self._reserved = self._reserved, []
+        for wire in wires:
+            wire.close()
+        for reader in readers:
+            reader.close()
+        for reservation in reserved:
+            reservation.close()
+
+    # ------------------------------------------------------------ reading
+
+    def _open(self, key: str, deadline_s: float) -> _Reader | None:
+        """This host's object, with one more user; None where it does not have it."""
+        names.check_key(key)
+        if self._at:
+            return None
+        with self._lock:
+            self._check_open()
+            reader = self._readers.get(key)
+            if reader is not None:
+                reader.users += 1
+                return reader
+        wire = self._connect(deadline_s)
+        kept = False
+        try:
+            answer, fd = wire.ask(talk.Open(key=key), talk.Opened | talk.Away, deadline_s)
+            if isinstance(answer, talk.Opened):
+                reader = _Reader(wire, fd, answer.nbytes)
+                reader.users, kept = 1, True
+                self._keep_open(key, reader)
+        except Gone as error:
+            raise StoreError(f"{key}: {error}") from error
+        finally:
+            if not kept:
+                self._give_back(wire)
+        return reader
+
+    def _keep_open(self, key: str, reader: _Reader) -> None:
+        with self._lock:
+            idle = [name for name, each in self._readers.items() if not each.users]
+            old = [self._readers.pop(name) for name in idle[: len(self._readers) - _KEPT_OPEN + 1]]
+            if key not in self._readers:
+                self._readers[key] = reader
+        for each in old:
+            each.close()
+
+    @contextmanager
+    def _reading(self, key: str, reader: _Reader) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with self._lock:
+                reader.users -= 1
+                over = not reader.users and self._readers.get(key) is not reader
+            if over:
+                reader.close()
+
+    def _let_go(self) -> None:
+        """What was read is not read any more: its memory may be used again."""
+        with self._lock:
+            idle = [key for key, reader in self._readers.items() if not reader.users]
+            readers = [self._readers.pop(key) for key in idle]
+        for reader in readers:
+            reader.close()
+
+    def _fetch(
+        self,
+        key: str,
+        area: memoryview,
+        start: int,
+        deadline_s: float,
+        block_bytes: int = BLOCK_BYTES,
+        digests: Sequence[str] | None = None,
+    ) -> None:
+        """Fill `area` from another host."""
+        if digests is None and area.nbytes <= _INLINE:
+            end = start + area.nbytes
+            get = talk.Get(key=key, start=start, end=end, at=self._at, deadline_s=deadline_s)
+            area[:] = self._ask(get, talk.Data, deadline_s).data
+            return
+        step = _FETCH_BYTES // block_bytes * block_bytes
+        for first in range(0, area.nbytes, step):
+            last = min(first + step, area.nbytes)
+            blocks = None
+            if digests is not None:
+                blocks = digests[first // block_bytes : -(-last // block_bytes)]
+            with area[first:last] as part:
+                self._fetch_part(key, part, start + first, deadline_s, block_bytes, blocks)
+
+    def _fetch_part(
+        self,
+        key: str,
+        area: memoryview,
+        start: int,
+        deadline_s: float,
+        block_bytes: int,
+        digests: Sequence[str] | None,
+    ) -> None:
+        """From one host after the other, until one has given it right."""
+        end_s = time.monotonic() + deadline_s
+        tried: list[str] = []
+        failure: EverstepError | None = None
+        while True:
+            left_s = max(end_s - time.monotonic(), 0.001)
+            asked = talk.Lend(
+                key=key,
+                start=start,
+                end=start + area.nbytes,
+                at=self._at,
+                beside=tuple(tried),
+                digests=digests is None,
+                deadline_s=left_s,
+            )
+            try:
+                lent = self._ask(asked, talk.Lent, left_s)
+            except Missing as error:
+                if failure is None:
+                    raise
+                if isinstance(failure, Corrupt):
+                    raise failure from error
+                raise StoreError(f"{key}: {failure}") from error
+            if digests is None:
+                sink = Sink(area, lent.block_bytes, lent.blocks)
+            else:
+                sink = Sink(area, block_bytes, digests)
+            streams = STREAMS if area.nbytes >= LARGE_BYTES else 1
+            caller = Caller(key=lent.key, node=lent.node)
+            try:
+                fetch(sink, [lent.offer], caller, deadline_s=left_s, streams=streams)
+                return
+            except EverstepError as error:
+                failure = failure if isinstance(failure, Corrupt) else error
+                tried.append(lent.site)
+                if self._at or time.monotonic() >= end_s:
+                    if isinstance(failure, Corrupt):
+                        raise failure from error
+                    raise StoreError(f"{key} from {lent.site}: {error}") from error
+
+    # ------------------------------------------------------------ writing
+
+    def _reservation(self, pieces: Sequence[memoryview]) -> Reservation | None:
+        """The area that is put, if it is one."""
+        if len(pieces) != 1:
+            return None
+        with self._lock:
+            found = [each for each in self._reserved if each.is_of(pieces[0])]
+        return found[0] if found and not found[0].published else None
+
+    def _publish(self, reservation: Reservation, key: str, terms: talk.Terms) -> None:
+        asked = talk.Publish(key=key, terms=terms)
+        done, _ = reservation.wire.ask(asked, talk.Done, terms.deadline_s)
+        reservation.published = True
+        self._note(done)
+
+    def _note(self, done: talk.Done) -> None:
+        with self._lock:
+            self._notes += done.notes
+
+    # ------------------------------------------------------------ connections
+
+    def _ask(self, asked: talk.FromRank, answer: type[A], deadline_s: float) -> A:
+        for attempt in self._attempts():
+            with attempt as wire:
+                said: A = wire.ask(asked, answer, deadline_s)[0]
+                return said
+        raise AssertionError("attempts end by an exception")
+
+    def _attempts(self) -> Iterator[_Attempt]:
+        """Connections to ask on, until one has answered; each call may be asked twice. Raises
+        StoreError when the agent does not come back."""
+        end_s = time.monotonic() + self._patience_s
+        pause_s = 0.05
+        while True:
+            attempt = _Attempt(self, max(end_s - time.monotonic(), 0.0))
+            yield attempt
+            if attempt.gone is None:
+                return
+            if time.monotonic() >= end_s:
+                raise StoreError(f"{self._name}: {attempt.gone}") from attempt.gone
+            time.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(2 * pause_s, 1.0)
+
+    def _connect(self, deadline_s: float) -> Wire:
+        """A connection; an agent that is on its way back is waited for."""
+        end_s = time.monotonic() + min(self._patience_s, deadline_s)
+        pause_s = 0.05
+        while True:
+            try:
+                return self._take()
+            except Gone as error:
+                if time.monotonic() >= end_s:
+                    raise StoreError(f"{self._name}: {error}") from error
+            time.sleep(pause_s * random.uniform(0.5, 1))
+            pause_s = min(2 * pause_s, 1.0)
+
+    def _take(self) -> Wire:
+        with self._lock:
+            self._check_open()
+            while self._free:
+                wire = self._free.pop()
+                if wire.is_idle():
+                    return wire
+                wire.close()
+        return Wire(self._name)
+
+    def _give_back(self, wire: Wire) -> None:
+        with self._lock:
+            if not self._closed and wire.usable:
+                self._free.append(wire)
+                return
+        wire.close()
+
+    def _check_open(self) -> None:
+        """Raises StoreError when it is closed. After a fork, the parent's connections are let
+        be."""
+        if self._closed:
+            raise StoreError(f"{self._name}: the store has been closed")
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            for wire in self._free:
+                wire.close()
+            for reader in self._readers.values():
+                reader.close()
+            self._free, self._readers, self._reserved = [], {}, []
+
+
+class _Attempt:
+    """One connection to ask on. `gone`: why it ended."""
+
+    def __init__(self, store: MemoryStore, left_s: float) -> None:
+        self.gone: Gone | None = None
+        self._store = store
+        self._left_s = left_s
+        self._wire: Wire | None = None
+
+    def __enter__(self) -> Wire:
+        self._wire = self._store._connect(self._left_s)
+        return self._wire
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        assert self._wire is not None
+        self._store._give_back(self._wire)
+        if isinstance(error, Gone):
+            self.gone = error
+            return True
+        return False
+
+
+def _entry(listed: talk.Listed) -> Entry:
+    return Entry(key=listed.key, nbytes=listed.nbytes, changed_s=listed.changed_s)
+
+
+def _gather(area: memoryview, pieces: Sequence[memoryview]) -> None:
+    at = 0
+    for piece in pieces:
+        if piece.nbytes:
+            with piece.cast("B") as raw:
+                area[at : at + raw.nbytes] = raw
+            at += piece.nbytes
+
+
+def _fill(fd: int, area: memoryview, start: int, key: str) -> None:
+    have = 0
+    while have < area.nbytes:
+        with area[have:] as rest:
+            count = os.preadv(fd, [rest], start + have)
+        if not count:
+            raise StoreError(f"{key} ends after {start + have} bytes")
+        have += count
