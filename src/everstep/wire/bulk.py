@@ -187,6 +187,12 @@ class _Crew:
         of the socket's calls and of the whole."""
         if not offers:
             raise ValueError("a transfer needs an offer and a stream")
+        if len(offers) == 1:
+            try:
+                self._stream(offers[0])
+            except EverstepError as error:
+                self._errors.append(error)
+            return
         with ThreadPoolExecutor(len(offers), thread_name_prefix="everstep-bulk-stream") as pool:
             futures = [pool.submit(self._stream, offer) for offer in offers]
         for future in futures:

@@ -78,6 +78,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local is not None else tensor
 
 
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """What is stored here of a tensor, out of autograd's sight. `local` of a DTensor's `detach` is
+    the same tensor by way of its dispatcher, which is dear where it is done in each step."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part.detach()
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written to in place; a DTensor's own count stands still."""
     version: int = getattr(tensor, "_local_tensor", tensor)._version
@@ -236,15 +243,15 @@ class State:
         found: list[tuple[Spec, torch.Tensor]] = []
 
         def add(name: str, tensor: torch.Tensor, near: bool) -> None:
-            stored = local(tensor.detach())
+            held = stored(tensor)
             spec = Spec(
                 name=name,
-                dtype=str(stored.dtype),
-                shape=tuple(stored.shape),
+                dtype=str(held.dtype),
+                shape=tuple(held.shape),
                 near=near,
                 trained=tensor.requires_grad,
             )
-            found.append((spec, stored))
+            found.append((spec, held))
 
         for name, parameter in self.parameters():
             add(name, parameter, True)
@@ -377,7 +384,7 @@ class State:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 targets[grad.name] = local(parameter.grad)
-        targets |= {name: local(t.detach()) for name, t in fixed.items() if name in wanted}
+        targets |= {name: stored(t) for name, t in fixed.items() if name in wanted}
         for name, spec in wanted.items():
             target = targets.get(name)
             if (
@@ -418,16 +425,16 @@ class State:
         key = spec.name.rpartition("/")[2]
         present = entry.get(key)
         if isinstance(present, torch.Tensor):
-            stored = local(present)
-            if tuple(stored.shape) == spec.shape and str(stored.dtype) == spec.dtype:
-                return stored
+            held = local(present)
+            if tuple(held.shape) == spec.shape and str(held.dtype) == spec.dtype:
+                return held
         device = parameter.device if spec.near else torch.device("cpu")
-        if spec.shape == tuple(local(parameter.detach()).shape):
+        if spec.shape == tuple(stored(parameter).shape):
             made = torch.zeros_like(parameter, dtype=codec.dtype_named(spec.dtype), device=device)
         else:
             made = torch.zeros(spec.shape, dtype=codec.dtype_named(spec.dtype), device=device)
         entry[key] = made
-        return local(made.detach())
+        return stored(made)
 
     # ------------------------------------------------------------ digests
 
@@ -443,7 +450,7 @@ class State:
         the data comes from (`data`): what all ranks, and all incarnations of a rank, must have
         alike."""
         names = [
-            (name, str(t.dtype), tuple(local(t.detach()).shape))
+            (name, str(t.dtype), tuple(stored(t).shape))
             for name, t in [*self.parameters(), *self.buffers()]
         ]
         text = repr((names, sorted(self.optimizers), sorted(self.objects), self.own.names, data))
@@ -455,7 +462,6 @@ def digest_of(tensors: list[torch.Tensor], extra: bytes = b"") -> str:
     for it."""
     digest = xxhash.xxh3_128(extra)
     for tensor in tensors:
-        stored = local(tensor.detach())
-        raw = codec.tensor_bytes(stored.to("cpu").resolve_conj().resolve_neg())
+        raw = codec.tensor_bytes(stored(tensor).to("cpu").resolve_conj().resolve_neg())
         digest.update(codec.buffer_of(raw))
     return digest.hexdigest()
