@@ -16,6 +16,7 @@ It does not know where a checkpoint is kept, nor torch: dtypes are names.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -171,6 +172,25 @@ def check(checkpoint: Checkpoint) -> None:
             if piece.rank >= ranks:
                 raise Refused(f"{name!r} has a piece on rank {piece.rank}, of {ranks} ranks")
         boxes.check_cover(name, whole.shape, [(p.place, p.shape) for p in whole.pieces])
+
+
+def check_pieces(checkpoint: Checkpoint, parts: Sequence[Mapping[str, snapshot.Tensor]]) -> None:
+    """Raises Refused unless every piece is a tensor of its part. `parts`: the tensors of each
+    rank's part by name."""
+    for name, whole in checkpoint.tensors.items():
+        for piece in whole.pieces:
+            check_piece(name, whole, piece, parts[piece.rank].get(piece.name))
+
+
+def check_piece(name: str, whole: Whole, piece: Piece, tensor: snapshot.Tensor | None) -> None:
+    """Raises Refused unless `tensor`, of the part that has it, is this piece of `whole`."""
+    if tensor is None:
+        raise Refused(f"{name!r}: rank {piece.rank}'s part has no tensor {piece.name!r}")
+    if (tensor.shape, tensor.dtype) != (piece.shape, whole.dtype):
+        raise Refused(
+            f"{name!r}: a piece of {whole.dtype} {piece.shape} is {tensor.dtype} {tensor.shape} in "
+            f"rank {piece.rank}'s part"
+        )
 
 
 def _capped(text: bytes) -> bytes:

@@ -1,0 +1,407 @@
+"""torch.distributed.checkpoint over the tiers: what `dcp.save`, `async_save` and `load` are given.
+
+Theory of operation. DCP plans a save in two rounds: every rank makes a plan, and one rank makes the
+plans of all. What the ranks must agree on rides on them: a rank's `Wish` goes out with its plan,
+the `Order` for all comes back with it (`policy.py`). So there is no collective of our own. Then
+each rank copies what its plan says into warm memory, and returns; the rest is the `Saver`'s affair,
+in the background, without the training's groups. Where each piece lies travels back with DCP's
+results, and the rank that commits makes the checkpoint's manifest of them.
+
+A save on the main thread returns when the copy is taken. On another thread, or in a process that
+the writer was sent to (`async_save`), nobody's training waits, and who holds the future wants to
+know: there it returns when the checkpoint exists.
+
+Values that are no tensors are encoded at once, as data (`values.py`). DCP's planners would pickle
+them; so they are asked for the object itself.
+
+It does not know what a checkpoint's bytes go through (`lanes.py`), nor how they are read
+(`resharding.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from everstep import snapshot
+from everstep.errors import UserError
+from everstep.tiers import catalog, names, policy, tensors, values
+from everstep.tiers.lanes import Contents, Save
+from everstep.tiers.names import Attempt
+from everstep.tiers.origin import origin
+from everstep.tiers.policy import Order, Wish
+from everstep.tiers.resharding import TieredReader, load
+from everstep.tiers.saver import Saver
+from everstep.tiers.settings import TierSettings
+from everstep.tiers.stack import Stack
+from everstep.tiers.steps import step_of
+
+__all__ = ["TieredReader", "TieredWriter", "load"]
+
+_MAX_KEY = 1024
+_SAVERS: dict[TierSettings, Saver] = {}
+_savers_lock = threading.Lock()
+
+
+def saver_of(settings: TierSettings) -> Saver:
+    """This process's saver for `settings`; made at its first use, and closed when the process
+    ends."""
+    with _savers_lock:
+        if settings not in _SAVERS:
+            if not _SAVERS:
+                Finalize(None, _close_all, exitpriority=10)
+            _SAVERS[settings] = Saver(Stack(settings))
+        return _SAVERS[settings]
+
+
+class TieredWriter(StorageWriter):
+    """Saves through DCP to the tiers of `settings`. `checkpoint_id` is the step. Keep one for the
+    whole training, on every rank, and `close` it at the end.
+
+    `wait`: whether a save returns only when the checkpoint exists; None: on the main thread not,
+    elsewhere yes. `config`: plain data about the training, which the checkpoint keeps; `run_id`,
+    `parent`: as in `catalog.Origin`."""
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        *,
+        wait: bool | None = None,
+        config: Mapping[str, Any] | None = None,
+        run_id: str = "",
+        parent: str = "",
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self._wait = wait
+        self._about = {"config": dict(config or {}), "run_id": run_id, "parent": parent}
+        self._home = os.getpid()
+        self._now = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_now"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._now = threading.local()
+
+    # ------------------------------------------------------------ for the script
+
+    @property
+    def saver(self) -> Saver:
+        """What works in the background."""
+        return saver_of(self.settings)
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is to be saved, by the cadences of the settings."""
+        return bool(policy.due(self.settings, step))
+
+    def check(self) -> None:
+        """Raise SaveFailed, or warn (`on_save_error`), if a save is known to have failed. Does not
+        block; main thread."""
+        self.saver.check()
+
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Wait until nothing is on its way from this rank; whether that is so."""
+        return self.saver.wait(self.settings.deadline_s if deadline_s is None else deadline_s)
+
+    def close(self) -> None:
+        """Wait for what is on its way, up to `grace_s`, and let go of everything. A process that
+        ends does so by itself. Raises SaveFailed for saves that failed."""
+        with _savers_lock:
+            saver = _SAVERS.pop(self.settings, None)
+        if saver is not None:
+            saver.wait(self.settings.grace_s)
+            try:
+                saver.check()
+            finally:
+                saver.close(self.settings.grace_s)
+
+    # ------------------------------------------------------------ for DCP
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | int | None = None) -> None:
+        """A save begins, of this step."""
+        self._now.step = None if checkpoint_id is None else step_of(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raises UserError for a save that the ranks do not make together, and without a step."""
+        if not kwargs.get("use_collectives", True):
+            raise UserError(
+                "a checkpoint has one manifest, which use_collectives=False would not make; leave "
+                "it out"
+            )
+        if getattr(self._now, "step", None) is None:
+            raise UserError("a save needs its step: dcp.save(..., checkpoint_id=STEP)")
+        rank = kwargs.get("rank")
+        self._now.rank = rank if rank is not None else _rank()
+        self._now.commits = is_coordinator
+        self._now.save = None
+        if is_coordinator:
+            self.saver.begin()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan, with how this rank stands."""
+        saver = self.saver
+        for item in plan.items:
+            if not 0 < len(item.index.fqn) <= _MAX_KEY:
+                raise UserError(
+                    f"the key {item.index.fqn[:80]!r} has {len(item.index.fqn)} characters; up to "
+                    f"{_MAX_KEY} fit a checkpoint"
+                )
+        memory = saver.stack.memory() if self.settings.memory_every else None
+        wish = Wish(
+            rank=self._now.rank,
+            step=self._now.step,
+            standing=saver.standing(),
+            known=saver.known(),
+            card=memory.card() if memory is not None else "",
+            met=saver.met,
+        )
+        return replace(plan, storage_data=wish)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans, with the one order for all. Coordinator only."""
+        wishes = [plan.storage_data for plan in plans]
+        if not all(isinstance(wish, Wish) for wish in wishes):
+            raise UserError(
+                "this planner keeps plans from one save to the next, so that a rank would take an "
+                "old order for a new one; leave enable_plan_caching out"
+            )
+        attempt = names.new_attempt(self.settings.series, wishes[0].step)
+        self.saver.begin(attempt.name)
+        order = policy.decide(wishes, self.settings, attempt.name, tuple(self.saver.raised))
+        return [replace(plan, storage_data=order) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Copy what the plan says; the rest is done in the background. Raises SaveFailed for an
+        earlier save, UserError for what can't be saved."""
+        order, saver = plan.storage_data, self.saver
+        assert isinstance(order, Order)
+        saver.obey(order)
+        future: Future[list[WriteResult]] = Future()
+        if not order.tiers:
+            future.set_result([])
+            return future
+        try:
+            save, results = self._copy(order, plan.items, planner)
+        except BaseException as error:
+            saver.add(self._save(order, broken=f"{type(error).__name__}: {error}"))
+            raise
+        self._now.save = save
+        saver.add(save)
+        if self._waits():
+            save.wait_put(self.settings.deadline_s)
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """All ranks have copied. Coordinator only. Raises SaveFailed where the save is waited for
+        and does not become a checkpoint."""
+        self.saver.finish(_contents(metadata, results, self._about))
+        if self._now.save is not None and self._waits():
+            self._now.save.wait(self.settings.deadline_s)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
+        """Never chosen by its name."""
+        return False
+
+    # ------------------------------------------------------------ the copy
+
+    def _waits(self) -> bool:
+        if self._wait is not None:
+            return self._wait
+        main = threading.current_thread() is threading.main_thread()
+        return not main or os.getpid() != self._home
+
+    def _copy(
+        self, order: Order, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> tuple[Save, list[WriteResult]]:
+        """The save, whose bytes are copied, and what DCP is to hand to the coordinator."""
+        results, layout, sources = _lay_out(items, planner, self._now.rank)
+        staged = self.saver.take(order.tiers, layout.nbytes)
+        began = time.perf_counter()
+        try:
+            area = staged.area
+            area[: len(layout.header)] = layout.header
+            for tensor, start, end in layout.spans():
+                tensors.fill(area[start:end], sources.pop(tensor.name))
+            save = self._save(order, layout=layout, staged=staged)
+        finally:
+            staged.release()  # the save holds it
+        self.saver.counts.nbytes += layout.nbytes
+        self.saver.counts.copy_s += time.perf_counter() - began
+        return save, results
+
+    def _save(self, order: Order, **more: Any) -> Save:
+        rank = self._now.rank
+        about = snapshot.About(
+            run_id=self.settings.series,
+            rank=rank,
+            world=order.world,
+            shard=f"rank {rank}",
+            step=order.step,
+        )
+        return Save(
+            attempt=Attempt(series=self.settings.series, step=order.step, name=order.attempt),
+            rank=rank,
+            tiers=order.tiers,
+            about=about,
+            commits=self._now.commits,
+            **{"layout": None, "staged": None, **more},
+        )
+
+
+def _lay_out(
+    items: Sequence[WriteItem], planner: SavePlanner, rank: int
+) -> tuple[list[WriteResult], snapshot.Layout, dict[str, torch.Tensor]]:
+    """What of a plan is written where: the results for the coordinator, the part's layout, and its
+    tensors by name. Tensors that are the same memory are written once."""
+    results: list[WriteResult] = []
+    sources: dict[str, torch.Tensor] = {}
+    described: list[snapshot.Tensor] = []
+    written: dict[Any, str] = {}
+    for item in items:
+        index = item.index
+        if item.type == WriteItemType.BYTE_IO:
+            data = values.encode(_object(planner, index), index.fqn)
+            results.append(WriteResult(index=index, size_in_bytes=len(data), storage_data=data))
+            continue
+        source = tensors.plain(planner.resolve_data(item), index.fqn)  # type: ignore[arg-type]
+        chunk, place = _chunk(item, source), (rank, "")
+        if source.numel():
+            same = (
+                source.data_ptr(),
+                source.dtype,
+                source.shape,
+                source.stride(),
+                source.is_conj(),
+            )
+            name = written.setdefault(
+                (*same, source.is_neg(), source.device), _name(index, sources)
+            )
+            place = rank, name
+            if name not in sources:
+                sources[name] = source
+                described.append(
+                    snapshot.Tensor(
+                        name=name,
+                        dtype=str(source.dtype),
+                        item_bytes=source.element_size(),
+                        shape=tuple(source.shape),
+                        global_shape=tuple(item.tensor_data.size),  # type: ignore[union-attr]
+                        place=tuple(chunk.offsets),
+                    )
+                )
+        results.append(WriteResult(index=index, size_in_bytes=source.nbytes, storage_data=place))
+    return results, snapshot.Layout(described), sources
+
+
+def _chunk(item: WriteItem, source: torch.Tensor) -> Any:
+    """Where in the whole an item lies. Raises UserError where its plan and its tensor differ."""
+    planned = item.tensor_data
+    assert planned is not None
+    said = tuple(planned.chunk.sizes), planned.properties.dtype
+    if said != (tuple(source.shape), source.dtype):
+        raise UserError(
+            f"{item.index.fqn}: its plan says {said[0]} of {said[1]}, and the tensor is "
+            f"{tuple(source.shape)} of {source.dtype}; a planner that converts must say so in both"
+        )
+    return planned.chunk
+
+
+def _name(index: MetadataIndex, taken: Mapping[str, Any]) -> str:
+    """What a piece is called in its part: as its tensor, with its place where a rank has more of
+    one."""
+    if index.fqn not in taken and index.fqn != "__metadata__":
+        return index.fqn
+    return f"{len(taken)}:{index.fqn}"[:_MAX_KEY]
+
+
+def _object(planner: SavePlanner, index: MetadataIndex) -> Any:
+    """A value as the state has it. Raises UserError for a planner that can only pickle it."""
+    lookup = getattr(planner, "lookup_object", None)
+    if lookup is None:
+        raise UserError(
+            f"{type(planner).__qualname__} hands out {index.fqn!r} as a pickle, and no "
+            "checkpoint holds one; derive it from DefaultSavePlanner"
+        )
+    return lookup(index)
+
+
+def _contents(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], about: Mapping[str, Any]
+) -> Contents:
+    """What the committer needs, of DCP's metadata and of what all ranks have written."""
+    pieces: dict[str, list[catalog.Piece]] = {}
+    found: dict[str, bytes] = {}
+    for result in (each for some in results for each in some):
+        fqn, data = result.index.fqn, result.storage_data
+        if isinstance(data, bytes):
+            found[fqn] = data
+            continue
+        rank, name = data
+        whole = metadata.state_dict_metadata[fqn]
+        assert isinstance(whole, TensorStorageMetadata)
+        chunk = _chunk_at(whole, result.index)
+        if name:
+            pieces.setdefault(fqn, []).append(
+                catalog.Piece(
+                    rank=rank, name=name, place=tuple(chunk.offsets), shape=tuple(chunk.sizes)
+                )
+            )
+    wholes = {
+        fqn: catalog.Whole(
+            dtype=str(whole.properties.dtype),
+            shape=tuple(whole.size),
+            pieces=tuple(sorted(pieces.get(fqn, ()), key=lambda piece: piece.place)),
+        )
+        for fqn, whole in metadata.state_dict_metadata.items()
+        if not isinstance(whole, BytesStorageMetadata)
+    }
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    return Contents(
+        world=len(results),
+        tensors=wholes,
+        values=found,
+        paths={fqn: tuple(path) for fqn, path in paths.items() if tuple(path) != (fqn,)},
+        origin=lambda: origin(world=len(results), **about),
+    )
+
+
+def _chunk_at(whole: TensorStorageMetadata, index: MetadataIndex) -> Any:
+    """The chunk that an item wrote."""
+    if index.index is not None and index.index < len(whole.chunks):
+        return whole.chunks[index.index]
+    offset = tuple(index.offset or (0,) * len(whole.size))
+    return next(chunk for chunk in whole.chunks if tuple(chunk.offsets) == offset)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _close_all() -> None:
+    """The process ends: wait for what is on its way."""
+    with _savers_lock:
+        savers = list(_SAVERS.items())
+        _SAVERS.clear()
+    for settings, saver in savers:
+        saver.close(settings.grace_s)

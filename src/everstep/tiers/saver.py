@@ -1,0 +1,234 @@
+"""Saves in the background: what this process has on its way, and what became of it.
+
+Theory of operation. Each tier has a lane (`lanes.py`), with at most one save under way and a few
+that wait; what is done when there are more is decided for all ranks alike (`policy.py`) and obeyed
+here. A save that failed is kept until it has been told; it is never counted as done.
+
+Lanes are threads that end with the process, so its end waits for them: `close`, up to the grace.
+
+It does not know torch, nor how the ranks agree.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from everstep.tiers.catalog import Checkpoint
+from everstep.tiers.hook import Durable, run_hook
+from everstep.tiers.lanes import REMEMBERED, Contents, Lane, Save, SaveWarning
+from everstep.tiers.policy import DURABLE, MEMORY, Failure, Order, Standing, digest
+from everstep.tiers.series import SaveFailed
+from everstep.tiers.settings import TierSettings
+from everstep.tiers.stack import Stack
+from everstep.tiers.staging import Staged
+
+_HOOKS = 16  # calls that wait
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What became of the saves of this rank, by tier and save. `copy_s`: how long the training
+    waited for copies; `nbytes`: copied."""
+
+    failed: int = 0
+    displaced: int = 0
+    skipped: int = 0
+    lost: int = 0
+    nbytes: int = 0
+    copy_s: float = 0.0
+
+
+class Saver:
+    """All saves of one process by one configuration. `add`, `obey` and `check` on one thread; the
+    others on any."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.counts = Counts()
+        self._lock = threading.Lock()
+        self._known: list[Failure] = []
+        self._told: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)
+        self._hooks = Hooks(stack.settings)
+        self._lanes = {
+            tier: Lane(tier, stack, self._note, self._hooks.add if tier == DURABLE else _nothing)
+            for tier in stack.names()
+        }
+        self._begun = ""
+        self._save: Save | None = None
+        self.met = ""
+        """Digest of the memory tiers' cards that this process was given."""
+        self.raised: deque[str] = deque(maxlen=REMEMBERED)
+        """Attempts that ended before all ranks had copied: all of them have seen it."""
+
+    def standing(self) -> dict[str, Standing]:
+        """What is in the background, by tier."""
+        return {tier: lane.standing() for tier, lane in self._lanes.items()}
+
+    def known(self) -> tuple[Failure, ...]:
+        """Failures that have not been told."""
+        with self._lock:
+            return tuple(self._known)
+
+    def begin(self, attempt: str = "") -> None:
+        """On the rank that commits: a save begins. An earlier one that was never finished is given
+        up: why, its ranks have seen."""
+        if self._begun:
+            self.raised.append(self._begun)
+        if self._save is not None:
+            self._save.give(None)
+        self._begun, self._save = attempt, None
+
+    def obey(self, order: Order) -> None:
+        """Give up what is to be given up, wait for what is to be waited for, and tell what failed.
+        Raises SaveFailed for a failure (`on_save_error`), and when an earlier save does not end."""
+        settings = self.stack.settings
+        self.counts.skipped += len(order.skipped)
+        for tier, name in order.displaced:
+            self.counts.displaced += self._lanes[tier].give_up([name])
+        for tier, name in order.lost:
+            self.counts.lost += self._lanes[tier].give_up([name])
+        self._meet(order.cards)
+        with self._lock:
+            self._told.extend((name, tier) for name in order.raised for tier in self._lanes)
+        self._tell(order.failures)
+        for tier in order.wait:
+            if not self._lanes[tier].wait_idle(settings.deadline_s):
+                raise SaveFailed(
+                    f"the save before that of step {order.step} is still on its way to the {tier} "
+                    f"tier after {settings.deadline_s:.0f} s"
+                )
+
+    def take(self, tiers: Sequence[str], nbytes: int) -> Staged:
+        """Memory for the copy; of the memory tier where that takes part, as its part then lies
+        where it stays. Raises as `Staging.take`."""
+        tier = MEMORY if MEMORY in tiers else DURABLE
+        return self.stack.staging(tier).take(nbytes)
+
+    def add(self, save: Save) -> None:
+        """Let a save go on in the background. Does not block."""
+        if save.commits and not save.broken:
+            self._save = save
+        for tier in save.tiers:
+            self._lanes[tier].add(save)
+
+    def finish(self, contents: Contents) -> None:
+        """On the rank that commits: all have copied their state, and it goes on."""
+        if self._save is not None:
+            self._save.give(contents)
+        self._begun, self._save = "", None
+
+    def check(self) -> None:
+        """Raise SaveFailed, or warn, for what this process knows to have failed. Does not block."""
+        self._tell(self.known())
+
+    def wait(self, deadline_s: float) -> bool:
+        """Wait until nothing is in the background; whether that is so."""
+        end = time.monotonic() + deadline_s
+        return all(
+            lane.wait_idle(max(0.0, end - time.monotonic())) for lane in self._lanes.values()
+        )
+
+    def close(self, grace_s: float) -> None:
+        """Wait up to `grace_s` for what is under way, and let go of everything. Tells the failures
+        that were not told, as warnings."""
+        if not self.wait(grace_s):
+            left = [tier for tier, lane in self._lanes.items() if lane.give_up(None)]
+            warnings.warn(
+                f"saves to the {' and '.join(left)} tier had not ended after {grace_s:.0f} s and "
+                "are given up; raise grace_s, or save less often",
+                SaveWarning,
+                stacklevel=2,
+            )
+        for lane in self._lanes.values():
+            lane.close(self.stack.settings.deadline_s)
+        self._hooks.close(grace_s)
+        for failure in self.known():
+            warnings.warn(str(failure), SaveWarning, stacklevel=2)
+        self.stack.close()
+
+    @property
+    def committed(self) -> int:
+        """Saves that ended as checkpoints."""
+        return sum(lane.committed for lane in self._lanes.values())
+
+    def _meet(self, cards: Sequence[str]) -> None:
+        """Make the hosts' memory tiers known to each other."""
+        if cards:
+            self.stack.memory().introduce(cards)
+            self.met = digest(cards)
+
+    def _note(self, failure: Failure) -> None:
+        with self._lock:
+            self.counts.failed += 1
+            if (failure.attempt, failure.tier) not in self._told:
+                self._known.append(failure)
+
+    def _tell(self, failures: Sequence[Failure]) -> None:
+        with self._lock:
+            new = [f for f in failures if (f.attempt, f.tier) not in self._told]
+            self._told.extend((failure.attempt, failure.tier) for failure in new)
+            self._known = [f for f in self._known if (f.attempt, f.tier) not in self._told]
+        if new and self.stack.settings.on_save_error == "raise":
+            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+            raise SaveFailed(f"{new[0]}{more}", None if new[0].rank < 0 else new[0].rank)
+        for failure in new:
+            warnings.warn(str(failure), SaveWarning, stacklevel=3)
+
+
+class Hooks:
+    """Calls what is to be called when a checkpoint has become durable, one after the other, on a
+    thread of its own: it may take longer than to the next one."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        self._settings = settings
+        self._queue: queue.Queue[Durable | None] = queue.Queue(_HOOKS)
+        self._thread: threading.Thread | None = None
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint has become durable. Does not block."""
+        if not self._settings.on_durable:
+            return
+        durable = Durable(
+            series=checkpoint.series,
+            step=checkpoint.step,
+            destination=self._settings.destination,
+            nbytes=sum(part.nbytes for part in checkpoint.parts),
+            origin=checkpoint.origin,
+        )
+        try:
+            self._queue.put_nowait(durable)
+        except queue.Full:
+            _warn(f"on_durable is not called for step {durable.step}: {_HOOKS} calls wait already")
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="everstep-hooks", daemon=True)
+            self._thread.start()
+
+    def close(self, grace_s: float) -> None:
+        """Wait for the calls that are to be made, up to `grace_s`."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(grace_s)
+
+    def _run(self) -> None:
+        settings = self._settings
+        while (durable := self._queue.get()) is not None:
+            trouble = run_hook(
+                settings.on_durable, durable, timeout_s=settings.on_durable_timeout_s
+            )
+            if trouble is not None:
+                _warn(trouble)
+
+
+def _nothing(checkpoint: Checkpoint) -> None:  # noqa: ARG001
+    """Nobody is told of it."""
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, SaveWarning, stacklevel=3)
