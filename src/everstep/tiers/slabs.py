@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 from everstep import snapshot
 from everstep.tiers.boxes import Box, overlap
-from everstep.tiers.catalog import Piece, Whole
+from everstep.tiers.catalog import Piece, Whole, check_piece
 from everstep.tiers.load import Opened, Wanted
-from everstep.tiers.store import Refused
 
 SLAB_BYTES = 8 << 20
 
@@ -83,12 +82,8 @@ class Reading:
             spans = {tensor.name: (tensor, start) for tensor, start, _ in layout.spans()}
             self._spans[piece.rank] = spans
         tensor, start = spans.get(piece.name, (None, 0))
-        if tensor is None or (tensor.dtype, tensor.shape) != (whole.dtype, piece.shape):
-            raise Refused(
-                f"step {self.checkpoint.step}: {name!r} should have a piece {piece.name!r} of "
-                f"{whole.dtype}, {piece.shape} in rank {piece.rank}'s part, which has "
-                f"{'none' if tensor is None else f'{tensor.dtype}, {tensor.shape}'}"
-            )
+        check_piece(name, whole, piece, tensor)
+        assert tensor is not None
         return Held(piece=piece, start=start, item_bytes=tensor.item_bytes)
 
 
