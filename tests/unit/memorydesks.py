@@ -8,8 +8,9 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from everstep.tiers.memory.circle import DeskSettings
 from everstep.tiers.memory.client import MemoryStore, connect
-from everstep.tiers.memory.desk import Desk, DeskSettings
+from everstep.tiers.memory.desk import Desk
 from everstep.tiers.memory.door import Door
 from everstep.wire.secret import Secret
 

@@ -1,31 +1,22 @@
 """A rank's way to its host's memory tier: a store.
 
-Theory of operation. Questions go to the desk of the host over a Unix socket, one at a time on a
-connection; a call takes a free connection or makes one. Large objects are not sent: the rank writes
-into shared memory that the desk has given it, and reads from it; what another host has it fetches
-itself, over the bulk plane, straight to where it is wanted. A descriptor that was opened for
-reading is kept for further reads until something else is done, since a load reads many ranges of
-few objects.
-
-An agent that has died is looked for again for `patience_s`, with jitter: it may be on its way back.
-After a fork the child makes connections of its own.
+Theory of operation. Questions go to the desk of the host over a Unix socket. Large objects are not
+sent: the rank writes into shared memory that the desk has given it, and reads from it; what another
+host has it fetches itself, over the bulk plane, straight to where it is wanted. An object that is
+put from memory that was reserved is not copied: the desk takes the memory as it is.
 
 It does not know other hosts but by name. Any thread; all calls block.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import random
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -34,8 +25,10 @@ from everstep.snapshot import BLOCK_BYTES, SnapshotError, block_spans, digest
 from everstep.tiers import names
 from everstep.tiers.memory import talk
 from everstep.tiers.memory.plane import LARGE_BYTES
+from everstep.tiers.memory.pool import Pool, Reader
+from everstep.tiers.memory.reservation import Reservation
 from everstep.tiers.memory.vault import PREFIX, check_range
-from everstep.tiers.memory.wire import SOCKET, Gone, Wire
+from everstep.tiers.memory.wire import SOCKET, Gone
 from everstep.tiers.store import Entry, Missing, Stopped, StoreError
 from everstep.wire.bulk import STREAMS, Caller, Corrupt, Sink, fetch
 
@@ -43,10 +36,7 @@ VARIABLE = "EVERSTEP_TIER_SOCKET"
 """Names the socket of the host's desk, for processes that are not told otherwise."""
 _INLINE = talk.INLINE_BYTES
 _FETCH_BYTES = 8 << 30  # of one loan: its digests fit a message
-_KEPT_OPEN = 4
-_FAULT_BYTES = 16 << 20
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-A = TypeVar("A", bound=talk.Message)
+_ABOUT_S = 10.0
 
 
 def connect(
@@ -62,7 +52,7 @@ def connect(
     `copies`, `retained`: as `TierSettings` has `copies` and `memory_retained`; 0: nothing goes by
     itself. Blocks. Raises UserError where there is no agent, or there are several."""
     where = where or os.environ.get(VARIABLE) or _only_socket(shm_dir)
-    store = MemoryStore(where, copies=copies, retained=retained, patience_s=patience_s)
+    store = MemoryStore(Pool(where, patience_s), copies=copies, retained=retained)
     try:
         store.about()
     except StoreError as error:
@@ -89,90 +79,16 @@ def _only_socket(shm_dir: Path) -> str:
     return str(found[0])
 
 
-class Reservation:
-    """Shared memory for an object: `area` may be written until it is put (`MemoryStore.put` of just
-    this view publishes it without a copy), and read until `close`."""
-
-    def __init__(self, wire: Wire, fd: int, nbytes: int) -> None:
-        self._wire: Wire | None = wire
-        self.nbytes = nbytes
-        self.published = False
-        try:
-            self._map = mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
-        self.area = memoryview(self._map)
-        """Its bytes."""
-
-    def fault_in(self) -> None:
-        """Have all pages mapped, so that writing them is a bare copy."""
-        for start in range(0, self.nbytes, _FAULT_BYTES):
-            length = min(_FAULT_BYTES, self.nbytes - start)
-            try:
-                self._map.madvise(_POPULATE_WRITE, start, length)
-            except OSError:
-                return  # an older kernel: the pages come as they are written
-
-    def is_of(self, piece: memoryview) -> bool:
-        """Whether this is all of the area."""
-        return piece.obj is self._map and piece.nbytes == self.nbytes
-
-    @property
-    def wire(self) -> Wire:
-        """The connection that holds it."""
-        if self._wire is None:
-            raise StoreError("this area has been given back")
-        return self._wire
-
-    def close(self) -> None:
-        """Give it back, or let the object be. May be called twice. Views of `area` must be gone."""
-        if self._wire is not None:
-            wire, self._wire = self._wire, None
-            wire.close()
-            self.area.release()
-            self._map.close()
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _Reader:
-    """An object of this host that is open for reading. `users`: who read it now."""
-
-    def __init__(self, wire: Wire, fd: int, nbytes: int) -> None:
-        self.wire, self.fd, self.nbytes = wire, fd, nbytes
-        self.users = 0
-
-    def close(self) -> None:
-        os.close(self.fd)
-        self.wire.close()
-
-
 class MemoryStore:
-    """A `Store` of the memory of hosts. `at`: only what that host has is read."""
+    """A `Store` of the memory of hosts. Made by `connect`. `at`: only what that host has is read;
+    such a view ends with the store that made it."""
 
-    def __init__(
-        self,
-        socket_name: str,
-        *,
-        copies: int = 2,
-        retained: int = 0,
-        patience_s: float = 10.0,
-        at: str = "",
-    ) -> None:
-        self._name = socket_name
+    def __init__(self, pool: Pool, *, copies: int = 2, retained: int = 0, at: str = "") -> None:
+        self._pool = pool
         self._copies = copies
         self._retained = retained
-        self._patience_s = patience_s
         self._at = at
         self._lock = threading.Lock()
-        self._closed = False
-        self._pid = os.getpid()
-        self._free: list[Wire] = []
-        self._readers: dict[str, _Reader] = {}
         self._reserved: list[Reservation] = []
         self._notes: list[str] = []
 
@@ -183,23 +99,23 @@ class MemoryStore:
         """As Store has it."""
         return f"memory of {self._at or socket.gethostname()}" + ("" if self._at else " and others")
 
-    def about(self, *, deadline_s: float = 10.0) -> talk.This:
+    def about(self, *, deadline_s: float = _ABOUT_S) -> talk.This:
         """Who the desk is, whom it knows, how much it has."""
-        return self._ask(talk.About(), talk.This, deadline_s)
+        return self._pool.ask(talk.About(), talk.This, deadline_s)
 
     def card(self) -> str:
         """What other hosts must know of this one, for `introduce`; "" where it has no secret, and
         so speaks with none. The first call has the desk listen."""
-        site = self.about().site
+        site = self._pool.ask(talk.About(listen=True), talk.This, _ABOUT_S).site
         return "" if site is None else msgspec.json.encode(site).decode()
 
-    def introduce(self, cards: Sequence[str], *, deadline_s: float = 10.0) -> None:
+    def introduce(self, cards: Sequence[str], *, deadline_s: float = _ABOUT_S) -> None:
         """Tell the desk of the other hosts, by their cards. Raises ValueError for what is none."""
         try:
             sites = tuple(msgspec.json.decode(card, type=talk.Site) for card in set(cards) if card)
         except msgspec.MsgspecError as error:
             raise ValueError(f"this is no card of a host: {error}") from error
-        self._ask(talk.Introduce(sites=sites), talk.Done, deadline_s)
+        self._pool.ask(talk.Introduce(sites=sites), talk.Done, deadline_s)
 
     def notes(self) -> list[str]:
         """What a person should know since the last call."""
@@ -210,8 +126,8 @@ class MemoryStore:
     def reserve(self, nbytes: int, *, deadline_s: float) -> Reservation:
         """Memory for an object of `nbytes` bytes, all of it mapped. Blocks for clearing it where it
         is new. Raises Full with the numbers, StoreError."""
-        self._let_go()
-        wire = self._connect(deadline_s)
+        self._pool.let_go()
+        wire = self._pool.take(deadline_s)
         try:
             _, fd = wire.ask(talk.Reserve(nbytes=nbytes), talk.Reserved, deadline_s)
             reservation = Reservation(wire, fd, nbytes)
@@ -222,18 +138,15 @@ class MemoryStore:
             raise
         reservation.fault_in()
         with self._lock:
-            self._reserved = [each for each in self._reserved if each._wire is not None]
+            self._reserved = [each for each in self._reserved if each.held]
             self._reserved.append(reservation)
         return reservation
 
     def copies(self, key: str, *, deadline_s: float) -> Sequence[MemoryStore]:
         """A view of each host that has the object, this one first: to read it from there."""
         names.check_key(key)
-        held = self._ask(talk.Holders(key=key, deadline_s=deadline_s), talk.Held, deadline_s)
-        return [
-            MemoryStore(self._name, copies=1, patience_s=self._patience_s, at=site)
-            for site in held.sites
-        ]
+        held = self._pool.ask(talk.Holders(key=key, deadline_s=deadline_s), talk.Held, deadline_s)
+        return [MemoryStore(self._pool, copies=1, at=site) for site in held.sites]
 
     def get_checked(
         self,
@@ -254,7 +167,7 @@ class MemoryStore:
             except Corrupt as error:
                 raise SnapshotError(f"{key}: {error}") from error
             return
-        with self._reading(key, reader):
+        with self._pool.reading(key, reader):
             check_range(key, reader.nbytes, start, start + area.nbytes)
             spans = block_spans(area.nbytes, block_bytes)
             for (first, last), expected in zip(spans, digests, strict=True):
@@ -282,7 +195,7 @@ class MemoryStore:
         names.check_key(key)
         if stop is not None and stop.is_set():
             raise Stopped(f"{key}: the save was given up")
-        self._let_go()
+        self._pool.let_go()
         terms = talk.Terms(
             absent=absent,
             token=secrets.token_hex(8),
@@ -300,7 +213,7 @@ class MemoryStore:
                 pass  # the agent has died meanwhile: its successor gets a copy
         if nbytes <= _INLINE:
             data = b"".join(pieces)
-            done = self._ask(talk.Put(key=key, data=data, terms=terms), talk.Done, deadline_s)
+            done = self._pool.ask(talk.Put(key=key, data=data, terms=terms), talk.Done, deadline_s)
             self._note(done)
             return
         end_s = time.monotonic() + deadline_s
@@ -332,7 +245,7 @@ class MemoryStore:
         if reader is None:
             self._fetch(key, area, start, deadline_s)
             return
-        with self._reading(key, reader):
+        with self._pool.reading(key, reader):
             check_range(key, reader.nbytes, start, start + area.nbytes)
             _fill(reader.fd, area, start, key)
 
@@ -340,30 +253,26 @@ class MemoryStore:
         """As Store has it."""
         names.check_key(key)
         asked = talk.Size(key=key, at=self._at, deadline_s=deadline_s)
-        return self._ask(asked, talk.Sized, deadline_s).nbytes
+        return self._pool.ask(asked, talk.Sized, deadline_s).nbytes
 
     def list(self, prefix: str, *, deadline_s: float) -> Iterator[Entry]:
         """As Store has it: of all hosts that are reached."""
         if prefix:
             names.check_key(prefix.removesuffix("/"))
         asked = talk.Names(prefix=prefix, at=self._at, deadline_s=deadline_s)
-        self._let_go()
-        for attempt in self._attempts():
-            entries: list[Entry] = []
-            with attempt as wire:
-                page, _ = wire.ask(asked, talk.Page, deadline_s)
-                entries += map(_entry, page.entries)
-                while page.more:
-                    page = wire.receive(talk.Page, deadline_s)[0]
-                    entries += map(_entry, page.entries)
-                break
-        return iter(entries)
+        self._pool.let_go()
+        return iter(
+            [
+                Entry(key=each.key, nbytes=each.nbytes, changed_s=each.changed_s)
+                for each in self._pool.pages(asked, deadline_s)
+            ]
+        )
 
     def delete(self, key: str, *, deadline_s: float) -> None:
         """As Store has it: on all hosts that are reached."""
         names.check_key(key)
-        self._let_go()
-        self._ask(talk.Delete(key=key, deadline_s=deadline_s), talk.Done, deadline_s)
+        self._pool.let_go()
+        self._pool.ask(talk.Delete(key=key, deadline_s=deadline_s), talk.Done, deadline_s)
 
     def sweep(self, *, older_than_s: float, deadline_s: float) -> int:
         """As Store has it. What a dead rank was writing goes when it dies."""
@@ -371,73 +280,20 @@ class MemoryStore:
 
     def close(self) -> None:
         """As Store has it; reservations too."""
+        if self._at:
+            return
+        self._pool.close()
         with self._lock:
-            self._closed = True
-            wires, self._free = self._free, []
-            readers, self._readers = list(self._readers.values()), {}
             reserved, self._reserved = self._reserved, []
-        for wire in wires:
-            wire.close()
-        for reader in readers:
-            reader.close()
         for reservation in reserved:
             reservation.close()
 
     # ------------------------------------------------------------ reading
 
-    def _open(self, key: str, deadline_s: float) -> _Reader | None:
-        """This host's object, with one more user; None where it does not have it."""
+    def _open(self, key: str, deadline_s: float) -> Reader | None:
+        """This host's object, with one more user; None where another one is to be asked."""
         names.check_key(key)
-        if self._at:
-            return None
-        with self._lock:
-            self._check_open()
-            reader = self._readers.get(key)
-            if reader is not None:
-                reader.users += 1
-                return reader
-        wire = self._connect(deadline_s)
-        kept = False
-        try:
-            answer, fd = wire.ask(talk.Open(key=key), talk.Opened | talk.Away, deadline_s)
-            if isinstance(answer, talk.Opened):
-                reader = _Reader(wire, fd, answer.nbytes)
-                reader.users, kept = 1, True
-                self._keep_open(key, reader)
-        except Gone as error:
-            raise StoreError(f"{key}: {error}") from error
-        finally:
-            if not kept:
-                self._give_back(wire)
-        return reader
-
-    def _keep_open(self, key: str, reader: _Reader) -> None:
-        with self._lock:
-            idle = [name for name, each in self._readers.items() if not each.users]
-            old = [self._readers.pop(name) for name in idle[: len(self._readers) - _KEPT_OPEN + 1]]
-            if key not in self._readers:
-                self._readers[key] = reader
-        for each in old:
-            each.close()
-
-    @contextmanager
-    def _reading(self, key: str, reader: _Reader) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            with self._lock:
-                reader.users -= 1
-                over = not reader.users and self._readers.get(key) is not reader
-            if over:
-                reader.close()
-
-    def _let_go(self) -> None:
-        """What was read is not read any more: its memory may be used again."""
-        with self._lock:
-            idle = [key for key, reader in self._readers.items() if not reader.users]
-            readers = [self._readers.pop(key) for key in idle]
-        for reader in readers:
-            reader.close()
+        return None if self._at else self._pool.open(key, deadline_s)
 
     def _fetch(
         self,
@@ -452,7 +308,7 @@ class MemoryStore:
         if digests is None and area.nbytes <= _INLINE:
             end = start + area.nbytes
             get = talk.Get(key=key, start=start, end=end, at=self._at, deadline_s=deadline_s)
-            area[:] = self._ask(get, talk.Data, deadline_s).data
+            area[:] = self._pool.ask(get, talk.Data, deadline_s).data
             return
         step = _FETCH_BYTES // block_bytes * block_bytes
         for first in range(0, area.nbytes, step):
@@ -488,7 +344,7 @@ class MemoryStore:
                 deadline_s=left_s,
             )
             try:
-                lent = self._ask(asked, talk.Lent, left_s)
+                lent = self._pool.ask(asked, talk.Lent, left_s)
             except Missing as error:
                 if failure is None:
                     raise
@@ -531,99 +387,6 @@ class MemoryStore:
     def _note(self, done: talk.Done) -> None:
         with self._lock:
             self._notes += done.notes
-
-    # ------------------------------------------------------------ connections
-
-    def _ask(self, asked: talk.FromRank, answer: type[A], deadline_s: float) -> A:
-        for attempt in self._attempts():
-            with attempt as wire:
-                said: A = wire.ask(asked, answer, deadline_s)[0]
-                return said
-        raise AssertionError("attempts end by an exception")
-
-    def _attempts(self) -> Iterator[_Attempt]:
-        """Connections to ask on, until one has answered; each call may be asked twice. Raises
-        StoreError when the agent does not come back."""
-        end_s = time.monotonic() + self._patience_s
-        pause_s = 0.05
-        while True:
-            attempt = _Attempt(self, max(end_s - time.monotonic(), 0.0))
-            yield attempt
-            if attempt.gone is None:
-                return
-            if time.monotonic() >= end_s:
-                raise StoreError(f"{self._name}: {attempt.gone}") from attempt.gone
-            time.sleep(pause_s * random.uniform(0.5, 1))
-            pause_s = min(2 * pause_s, 1.0)
-
-    def _connect(self, deadline_s: float) -> Wire:
-        """A connection; an agent that is on its way back is waited for."""
-        end_s = time.monotonic() + min(self._patience_s, deadline_s)
-        pause_s = 0.05
-        while True:
-            try:
-                return self._take()
-            except Gone as error:
-                if time.monotonic() >= end_s:
-                    raise StoreError(f"{self._name}: {error}") from error
-            time.sleep(pause_s * random.uniform(0.5, 1))
-            pause_s = min(2 * pause_s, 1.0)
-
-    def _take(self) -> Wire:
-        with self._lock:
-            self._check_open()
-            while self._free:
-                wire = self._free.pop()
-                if wire.is_idle():
-                    return wire
-                wire.close()
-        return Wire(self._name)
-
-    def _give_back(self, wire: Wire) -> None:
-        with self._lock:
-            if not self._closed and wire.usable:
-                self._free.append(wire)
-                return
-        wire.close()
-
-    def _check_open(self) -> None:
-        """Raises StoreError when it is closed. After a fork, the parent's connections are let
-        be."""
-        if self._closed:
-            raise StoreError(f"{self._name}: the store has been closed")
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            for wire in self._free:
-                wire.close()
-            for reader in self._readers.values():
-                reader.close()
-            self._free, self._readers, self._reserved = [], {}, []
-
-
-class _Attempt:
-    """One connection to ask on. `gone`: why it ended."""
-
-    def __init__(self, store: MemoryStore, left_s: float) -> None:
-        self.gone: Gone | None = None
-        self._store = store
-        self._left_s = left_s
-        self._wire: Wire | None = None
-
-    def __enter__(self) -> Wire:
-        self._wire = self._store._connect(self._left_s)
-        return self._wire
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        assert self._wire is not None
-        self._store._give_back(self._wire)
-        if isinstance(error, Gone):
-            self.gone = error
-            return True
-        return False
-
-
-def _entry(listed: talk.Listed) -> Entry:
-    return Entry(key=listed.key, nbytes=listed.nbytes, changed_s=listed.changed_s)
 
 
 def _gather(area: memoryview, pieces: Sequence[memoryview]) -> None:

@@ -139,7 +139,7 @@ class Door:
                 self._let_go(holding)
                 await self._send(sock, talk.Done())
             case talk.Names():
-                await self._send_names(sock, await desk.names(asked))
+                await self._send_names(sock, await desk.finding.names(asked))
             case _:
                 await self._send(sock, await self._look(asked))
 
@@ -147,17 +147,17 @@ class Door:
         desk = self._desk
         match asked:
             case talk.Introduce(sites=sites):
-                await desk.introduce(sites)
+                await desk.circle.introduce(sites)
                 return talk.Done()
             case talk.About():
-                return await desk.about()
+                return await desk.about(asked)
             case talk.Holders(key=key, deadline_s=deadline_s):
-                return talk.Held(sites=tuple(await desk.holders(key, deadline_s)))
+                return talk.Held(sites=tuple(await desk.finding.holders(key, deadline_s)))
             case talk.Delete():
                 await desk.delete(asked)
                 return talk.Done()
             case talk.Get() | talk.Lend() | talk.Size():
-                return await desk.get(asked)
+                return await desk.finding.get(asked)
             case _:
                 raise StoreError(f"{type(asked).__name__} is not asked here")
 

@@ -103,7 +103,9 @@ class Introduce(Message):
 
 
 class About(Message):
-    """Who is this? Answered by `This`."""
+    """Who is this? Answered by `This`. `listen`: and have it listen for other hosts."""
+
+    listen: bool = False
 
 
 class Holders(Message):

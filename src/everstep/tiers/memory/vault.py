@@ -14,7 +14,7 @@ and the directory once it has been without an owner for `ORPHAN_S`: long enough 
 agent to be started again, by hand if need be, and soon enough that a series which nobody goes on
 with does not hold a host's memory for days.
 
-It does not know what the bytes are, nor other hosts. One thread; `Area.furnish` and `digests_of`
+It does not know what the bytes are, nor other hosts. One thread; `Area.furnish` and `digest_file`
 may take long and run on any.
 """
 
@@ -89,12 +89,6 @@ class Held:
     digests: tuple[str, ...] | None = field(default=None, repr=False)
 
 
-def digests_of(view: memoryview) -> tuple[str, ...]:
-    """Digests of its blocks."""
-    spans = snapshot.block_spans(view.nbytes, snapshot.BLOCK_BYTES)
-    return tuple(snapshot.digest(view[start:end]) for start, end in spans)
-
-
 @contextmanager
 def mapped(fd: int, nbytes: int, *, writable: bool = False) -> Iterator[memoryview]:
     """The first bytes of a file."""
@@ -104,6 +98,13 @@ def mapped(fd: int, nbytes: int, *, writable: bool = False) -> Iterator[memoryvi
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     with mmap.mmap(fd, nbytes, prot=access) as area, memoryview(area) as view:
         yield view
+
+
+def digest_file(fd: int, end: int, start: int = 0) -> tuple[str, ...]:
+    """Of the blocks of a range of a file, counted from its start. Blocks for reading it."""
+    with mapped(fd, end) as view, view[start:end] as part:
+        spans = snapshot.block_spans(part.nbytes, snapshot.BLOCK_BYTES)
+        return tuple(snapshot.digest(part[first:last]) for first, last in spans)
 
 
 class Vault:
@@ -173,18 +174,6 @@ class Vault:
         if before is not None:
             self._goes(before)
         return self._enter(key, path, area.nbytes, time.time(), token)
-
-    def write(self, key: str, data: bytes, *, absent: bool = False, token: str = "") -> Held:
-        """Put a small object."""
-        names.check_key(key)
-        area = self.admit(len(data))
-        try:
-            area.furnish()
-            os.pwrite(area.fd, data, 0)
-            return self.publish(area, key, absent=absent, token=token)
-        except BaseException:
-            self.abandon(area)
-            raise
 
     def abandon(self, area: Area) -> None:
         """Nothing becomes of it. One that has become an object stays one."""
