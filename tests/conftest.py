@@ -28,6 +28,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from tests import buckets
 
 # A time for one example says how busy the machine is; pytest-timeout bounds the whole test.
 hypothesis.settings.register_profile("everstep", deadline=None)
@@ -110,6 +111,14 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     _end(set(Holdings.now().processes) - set(before.processes))
     if leaks:
         pytest.fail("left behind by the test: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[buckets.Bucket]:
+    """An object store on loopback, one for all tests of this process. To be asked for by a test or
+    its module by name, not on the way: else it would be taken for what the test leaves behind."""
+    with buckets.serve(tmp_path_factory.mktemp("bucket")) as server:
+        yield server
 
 
 def find_leaks(before: Holdings) -> list[str]:

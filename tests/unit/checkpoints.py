@@ -62,7 +62,7 @@ class DictStore:
     def get(self, key: str, *, start: int = 0, end: int | None = None, deadline_s: float) -> bytes:
         data = self._get(key)
         end = len(data) if end is None else end
-        if end > len(data):
+        if not 0 <= start <= end <= len(data):
             raise StoreError(f"{self.where}: {key} is shorter than {end}")
         self.asked.append((key, start, end))
         return data[start:end]
@@ -74,6 +74,7 @@ class DictStore:
         return len(self._get(key))
 
     def list(self, prefix: str, *, deadline_s: float) -> Iterator[Entry]:
+        names.check_prefix(prefix)
         if "list" in self.fail:
             raise StoreError(f"{self.where}: can't be listed")
         for key in sorted(self.objects):
@@ -81,6 +82,7 @@ class DictStore:
                 yield Entry(key=key, nbytes=len(self.objects[key]), changed_s=0.0)
 
     def delete(self, key: str, *, deadline_s: float) -> None:
+        names.check_key(key)
         self.objects.pop(key, None)
 
     def sweep(self, *, older_than_s: float, deadline_s: float) -> int:

@@ -4,6 +4,8 @@
     NAME/parts/0000000042/ATTEMPT/00003.safetensors what rank 3 saved in one attempt
     NAME/parts/0000000042/ATTEMPT/00003.json        its manifest, written after it
     NAME/parts/0000000042/ATTEMPT/00003.failed      in their place: why rank 3 could not
+    NAME/parts/0000000042/ATTEMPT/00000.same        the step was there already, with this content
+    NAME/aside/0000000042/ATTEMPT.json              a commit that counts no more, and why
 
 A series (NAME) is what one training saves, usually a run. Steps have ten digits, so that order of
 keys is order of steps. Attempts are random, so that nothing is ever overwritten.
@@ -26,8 +28,9 @@ _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*
 _SERIES = re.compile(_NAME)
 _COMMIT = re.compile(rf"({_NAME})/commits/(\d{{10}})\.json")
 _PART = re.compile(
-    rf"({_NAME})/parts/(\d{{10}})/([0-9a-f]{{16}})/(\d{{5}})\.(safetensors|json|failed)"
+    rf"({_NAME})/parts/(\d{{10}})/([0-9a-f]{{16}})/(\d{{5}})\.(safetensors|json|failed|same)"
 )
+_ASIDE = re.compile(rf"({_NAME})/aside/(\d{{10}})/([0-9a-f]{{16}})\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -43,18 +46,28 @@ class Attempt:
         """Under which all its objects are."""
         return f"{self.series}/parts/{self.step:010}/{self.name}/"
 
+    @property
+    def aside(self) -> str:
+        """Where its commit is kept when it counts no more."""
+        return f"{self.series}/aside/{self.step:010}/{self.name}.json"
+
     def part(self, rank: int, what: str) -> str:
-        """The key of rank's `safetensors`, `json` or `failed`."""
+        """The key of rank's `safetensors`, `json`, `failed` or `same`."""
         return f"{self.prefix}{rank:05}.{what}"
+
+
+def check_series(name: str) -> None:
+    """Raises ValueError for what can't be the name of a series."""
+    if not _SERIES.fullmatch(name):
+        raise ValueError(
+            f"{name!r} can't name a series of checkpoints: up to 64 letters, digits, dots, "
+            "underscores and hyphens, the first a letter or a digit"
+        )
 
 
 def new_attempt(series: str, step: int) -> Attempt:
     """An attempt that nobody else has. Raises ValueError for a bad name or step."""
-    if not _SERIES.fullmatch(series):
-        raise ValueError(
-            f"{series!r} can't name a series of checkpoints: up to 64 letters, digits, dots, "
-            "underscores and hyphens, the first a letter or a digit"
-        )
+    check_series(series)
     if not 0 <= step <= MAX_STEP:
         raise ValueError(f"a checkpoint can't be of step {step}")
     return Attempt(series=series, step=step, name=secrets.token_hex(8))
@@ -79,7 +92,24 @@ def part_of(key: str) -> tuple[Attempt, int, str] | None:
     return Attempt(series=match[1], step=int(match[2]), name=match[3]), int(match[4]), match[5]
 
 
+def aside_of(key: str) -> Attempt | None:
+    """The attempt whose commit is kept aside under this key; None for any other key."""
+    match = _ASIDE.fullmatch(key)
+    return Attempt(series=match[1], step=int(match[2]), name=match[3]) if match else None
+
+
+def is_key(key: str) -> bool:
+    """Whether this can be a key of a store."""
+    return len(key) <= MAX_KEY_CHARS and _KEY.fullmatch(key) is not None
+
+
 def check_key(key: str) -> None:
     """Raises ValueError for what is no key of a store: it never becomes a path unchecked."""
-    if len(key) > MAX_KEY_CHARS or not _KEY.fullmatch(key):
+    if not is_key(key):
         raise ValueError(f"{key[:80]!r} is no key of an object")
+
+
+def check_prefix(prefix: str) -> None:
+    """Raises ValueError for what can't be listed: neither empty nor a key with a slash behind."""
+    if prefix and not (prefix.endswith("/") and is_key(prefix[:-1])):
+        raise ValueError(f"{prefix[:80]!r} is no prefix of keys: it must end in a slash")

@@ -1,4 +1,4 @@
-"""A store by its address."""
+"""A durable store by its address."""
 
 from __future__ import annotations
 

@@ -21,36 +21,29 @@ What it does not know: what is in the parts, where they come from, and which tie
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from everstep import snapshot
+from everstep.tiers import catalog, committing, names, plan, signing
 from everstep.tiers.catalog import Checkpoint, Origin, PartManifest, Whole
+from everstep.tiers.committing import SaveFailed, Taken
 from everstep.tiers.names import Attempt
-from everstep.tiers.signing import Standing
-from everstep.tiers.store import Store, StoreError
+from everstep.tiers.reading import REQUEST_DEADLINE_S, Reader, attempt_of
+from everstep.tiers.store import Exists, Missing, Refused, StoreError
+from everstep.tiers.waiting import Deadline
 
-REQUEST_DEADLINE_S = 60.0
-"""For requests about a few bytes, where the caller names no deadline."""
+__all__ = ["Committed", "Failed", "Pruned", "Reader", "SaveFailed", "Series", "Taken"]
 
-
-class Taken(StoreError):
-    """The step exists already, from another attempt. Nothing is overwritten."""
-
-
-class SaveFailed(StoreError):
-    """An attempt that will not become a checkpoint. `rank`: whose failure it was first; None when
-    nobody has said."""
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
+PRUNE_DEADLINE_S = 600.0
+_LAST_WORDS_S = 30.0  # to say why, once the deadline for all else is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """The attempt has become the checkpoint of its step."""
+    """The step exists. `attempt`: whose parts it is made of; another than was asked for, where the
+    same content was saved before."""
 
     attempt: Attempt
 
@@ -73,28 +66,13 @@ class Pruned:
     nbytes: int = 0
 
 
-class Series:
-    """The checkpoints called `name` in `store`. `key`: signs and checks them (None: they are not
-    signed). `require_signature`: refuse those that are not signed with it. `clock`: monotonic
-    seconds; `pause`: waits so many seconds, and may raise to stop. Raises UserError when a
-    signature is required without a key, ValueError for a bad name."""
-
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        *,
-        key: bytes | None = None,
-        require_signature: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], object] = time.sleep,
-    ) -> None:
-        raise NotImplementedError
+class Series(Reader):
+    """As `Reader`, to write to as well."""
 
     def begin(self, step: int) -> Attempt:
         """A new attempt to save `step`, for one rank to make and to tell the others. Asks nobody.
         Raises ValueError."""
-        raise NotImplementedError
+        return names.new_attempt(self.name, step)
 
     def put_part(
         self,
@@ -105,15 +83,48 @@ class Series:
         *,
         block_sha256: Sequence[str] | None = None,
         deadline_s: float,
+        stop: threading.Event | None = None,
     ) -> None:
         """Put rank's part (`area`: the snapshot that `manifest` describes, unchanged until this
         returns) and its manifest. `block_sha256`: `signing.block_sha256` of the area, where it is
-        known already; it is made here if there is a key. Raises StoreError."""
-        raise NotImplementedError
+        known already; it is made here if there is a key. Raises StoreError, Stopped, and ValueError
+        for a manifest that is not of this part."""
+        deadline = self.deadline(deadline_s, stop)
+        about = manifest.about
+        if (about.rank, about.step, manifest.nbytes) != (rank, attempt.step, area.nbytes):
+            raise ValueError(
+                f"the manifest of rank {about.rank} at step {about.step}, {manifest.nbytes} bytes, "
+                f"is not of rank {rank} at step {attempt.step}, {area.nbytes} bytes"
+            )
+        self.store.put(
+            attempt.part(rank, "safetensors"), [area], deadline_s=deadline.left(), stop=stop
+        )
+        if block_sha256 is None:
+            signed = self.key is not None
+            block_sha256 = signing.block_sha256(area, manifest.block_bytes) if signed else ()
+        text = catalog.encode_part(
+            PartManifest(snapshot=manifest, block_sha256=tuple(block_sha256))
+        )
+        deadline.check()
+        committing.put_once(self, attempt.part(rank, "json"), text, deadline)
 
-    def fail(self, attempt: Attempt, rank: int, why: str, *, deadline_s: float) -> None:
-        """Say that rank can't put its part, and why. Raises StoreError when even that fails."""
-        raise NotImplementedError
+    def fail(
+        self,
+        attempt: Attempt,
+        rank: int,
+        why: str,
+        *,
+        first: int | None = None,
+        deadline_s: float,
+    ) -> None:
+        """Say that rank can't do its part of the save, and why; what it said first stays. `first`:
+        whose failure it was, when not its own. Raises StoreError when even that fails."""
+        reason = committing.encode_failure(why, rank if first is None else first)
+        key = attempt.part(rank, "failed")
+        try:
+            self.store.put(key, [memoryview(reason)], absent=True, deadline_s=deadline_s)
+        except Exists:
+            pass  # the first cause is what counts
 
     def commit(
         self,
@@ -122,57 +133,102 @@ class Series:
         world: int,
         tensors: Mapping[str, Whole],
         values: Mapping[str, bytes],
+        paths: Mapping[str, tuple[str | int, ...]] | None = None,
         origin: Origin,
         rank: int = 0,
         deadline_s: float,
+        stop: threading.Event | None = None,
     ) -> Checkpoint:
-        """Wait for the parts of ranks 0 to `world - 1`, and make the checkpoint exist. `rank`: the
-        committer's own, under which it says so when it fails. Raises SaveFailed with the first
-        cause, Taken, StoreError."""
-        raise NotImplementedError
+        """Wait for the parts of ranks 0 to `world - 1`, and make the checkpoint exist. One that is
+        there already is returned if it has the same content, or is of the same run (`origin.run_id`
+        is the same and not empty), which has then done the step again. `rank`: the committer's own,
+        under which it says so when it fails. Raises SaveFailed with the first cause, Taken,
+        Refused, Stopped, StoreError."""
+        deadline = self.deadline(deadline_s, stop)
+        try:
+            gathered = committing.gather(self, attempt, world, deadline)
+            checkpoint = Checkpoint(
+                series=self.name,
+                step=attempt.step,
+                attempt=attempt.name,
+                parts=tuple(each.part for each in gathered),
+                tensors=dict(tensors),
+                values=dict(values),
+                paths=dict(paths or {}),
+                origin=origin,
+            )
+            catalog.check(checkpoint)
+            catalog.check_pieces(checkpoint, [each.tensors for each in gathered])
+            return committing.make_exist(
+                self,
+                checkpoint,
+                [each.digest for each in gathered],
+                key=self.key,
+                rank=rank,
+                deadline=deadline,
+            )
+        except StoreError as error:
+            first = error.rank if isinstance(error, SaveFailed) else None
+            try:
+                self.fail(attempt, rank, str(error), first=first, deadline_s=_LAST_WORDS_S)
+            except StoreError:
+                pass  # the others learn it by their deadline; here the first cause is raised
+            raise
 
     def outcome(
-        self, attempt: Attempt, *, committer: int = 0, deadline_s: float
+        self,
+        attempt: Attempt,
+        *,
+        committer: int = 0,
+        deadline_s: float,
+        stop: threading.Event | None = None,
     ) -> Committed | Failed:
-        """Wait until it is known how the attempt ended; a deadline that is over is a failure, whose
-        first cause is looked for once more. Raises StoreError when the store does not answer."""
-        raise NotImplementedError
+        """Wait until it is known how the attempt ended. A deadline that is over is a failure, whose
+        first cause is looked for once more; the committer's should be the shorter one, else a
+        checkpoint can come to be that was given up here. Raises Stopped, and StoreError when the
+        store does not answer."""
+        deadline = self.deadline(deadline_s, stop)
+        while True:
+            owner = self.owner(attempt.step, deadline)
+            if owner == attempt:
+                return Committed(attempt=attempt)
+            # Of a step that was there before, the committer says whether it is the same.
+            if (
+                owner is not None
+                and self.size(attempt.part(committer, "same"), deadline) is not None
+            ):
+                return Committed(attempt=owner)
+            failure = committing.first_cause(self, attempt, committer, deadline)
+            if failure is not None:
+                return Failed(attempt=attempt, why=failure.why, rank=failure.rank)
+            if not deadline.pause():
+                return self._without_word(attempt, committer, deadline_s)
 
-    def steps(self, *, deadline_s: float = REQUEST_DEADLINE_S) -> list[int]:
-        """Steps whose commit is there, in order. Whether their parts are too, `missing` says."""
-        raise NotImplementedError
+    def _without_word(self, attempt: Attempt, committer: int, deadline_s: float) -> Failed:
+        """What there is to say when the deadline is over."""
+        deadline = self.deadline(_LAST_WORDS_S)
+        entries = list(self.store.list(attempt.prefix, deadline_s=deadline.left()))
+        failure = committing.any_cause(self, attempt, entries, deadline)
+        if failure is not None:
+            return Failed(attempt=attempt, why=failure.why, rank=failure.rank)
+        return Failed(
+            attempt=attempt,
+            why=f"within {deadline_s:g} s rank {committer}, which commits step {attempt.step}, did "
+            "not say how its save ended: it may be gone",
+        )
 
-    def read(self, step: int, *, deadline_s: float = REQUEST_DEADLINE_S) -> Checkpoint:
-        """The checkpoint of `step`, checked by itself. Raises Missing, Refused, StoreError."""
-        raise NotImplementedError
-
-    def examine(
-        self, step: int, *, deadline_s: float = REQUEST_DEADLINE_S
-    ) -> tuple[Checkpoint, Standing]:
-        """As `read`, and what its signature is worth. Refuses as `read` does."""
-        raise NotImplementedError
-
-    def part_manifest(
-        self, checkpoint: Checkpoint, rank: int, *, deadline_s: float = REQUEST_DEADLINE_S
-    ) -> PartManifest:
-        """The manifest of rank's part: the one that the checkpoint names, by its SHA-256, and of
-        its step, rank and length. Raises Missing, Refused, StoreError."""
-        raise NotImplementedError
-
-    def missing(
-        self, checkpoint: Checkpoint, *, deadline_s: float = REQUEST_DEADLINE_S
-    ) -> dict[int, str]:
-        """Ranks whose part is not there or is not as long as it should be, with what is wrong. By
-        a listing: no byte is read."""
-        raise NotImplementedError
-
-    def set_aside(
-        self, checkpoint: Checkpoint, why: str, *, deadline_s: float = REQUEST_DEADLINE_S
-    ) -> None:
-        """Make a checkpoint that can't be loaded exist no more, so that its step can be saved again
-        (a step is saved once). Its commit is kept under another name, with `why`, until its parts
-        are pruned. For one rank to call, before anything is saved."""
-        raise NotImplementedError
+    def set_aside(self, checkpoint: Checkpoint, *, deadline_s: float = REQUEST_DEADLINE_S) -> None:
+        """Make a checkpoint whose parts are corrupt exist no more, so that its step can be saved
+        again (a step is saved once). Its commit is kept under another name (`names.Attempt.aside`)
+        until its parts are pruned. For one rank to call, before anything is saved."""
+        deadline = self.deadline(deadline_s)
+        attempt = attempt_of(checkpoint)
+        if self.owner(attempt.step, deadline) != attempt:
+            return  # it was set aside already, or another is there by now
+        key = names.commit_key(self.name, attempt.step)
+        envelope = self.fetch(key, signing.MAX_ENVELOPE_BYTES, deadline)
+        committing.put_once(self, attempt.aside, envelope, deadline)
+        self.store.delete(key, deadline_s=deadline.left())
 
     def prune(
         self,
@@ -180,10 +236,59 @@ class Series:
         keep: int,
         older_than_s: float,
         now: float,
-        deadline_s: float = REQUEST_DEADLINE_S,
+        deadline_s: float = PRUNE_DEADLINE_S,
+        stop: threading.Event | None = None,
     ) -> Pruned:
         """Remove all but the `keep` newest whole checkpoints (0: none is removed), and leftovers:
         attempts that never became one and have not changed for `older_than_s`, or are of a step
         older than all that is kept. The newest whole one stays whatever is asked. `now`: seconds
-        since 1970."""
-        raise NotImplementedError
+        since 1970. Raises Stopped, StoreError; what was to go and is still there goes the next
+        time."""
+        deadline = self.deadline(deadline_s, stop)
+        found = plan.sort(self.name, self.store.list(f"{self.name}/", deadline_s=deadline.left()))
+        oldest = self._oldest_kept(found, keep, deadline)
+        drop = [step for step in sorted(found.commits) if oldest is not None and step < oldest]
+        for step in drop:  # from here on it does not exist; its parts are leftovers like others
+            self._delete(found.commits[step].key, deadline)
+        nbytes = 0
+        gone = []
+        for attempt in plan.leftovers(found, oldest_kept=oldest, before_s=now - older_than_s):
+            if self._is_owned(attempt, deadline):
+                continue
+            for entry in found.attempts.pop(attempt):
+                self._delete(entry.key, deadline)
+                nbytes += entry.nbytes
+            gone.append(attempt)
+        for attempt in found.aside.keys() - found.attempts.keys():
+            self._delete(attempt.aside, deadline)
+        deadline.check()
+        self.store.sweep(older_than_s=older_than_s, deadline_s=deadline.left())
+        leftovers = tuple(attempt for attempt in gone if attempt.step not in drop)
+        return Pruned(steps=tuple(drop), leftovers=leftovers, nbytes=nbytes)
+
+    def _oldest_kept(self, found: plan.Found, keep: int, deadline: Deadline) -> int | None:
+        """The step of the `keep`-th newest whole checkpoint; None when there are not so many, and
+        no checkpoint may go."""
+        whole = 0
+        for step in sorted(found.commits, reverse=True) if keep > 0 else ():
+            deadline.check()
+            try:
+                checkpoint = self.read(step, deadline_s=deadline.left())
+            except (Missing, Refused):
+                continue
+            if not self.missing(checkpoint, deadline_s=deadline.left()):
+                whole += 1
+                if whole == keep:
+                    return step
+        return None
+
+    def _is_owned(self, attempt: Attempt, deadline: Deadline) -> bool:
+        """Whether an attempt is, or may be, the checkpoint of its step: a listing can be behind."""
+        try:
+            return self.owner(attempt.step, deadline) == attempt
+        except Refused:
+            return True  # what is there can't be read: somebody should look at it first
+
+    def _delete(self, key: str, deadline: Deadline) -> None:
+        deadline.check()
+        self.store.delete(key, deadline_s=deadline.left())

@@ -31,7 +31,7 @@ _PURPOSE = b"everstep checkpoint 1\x00"
 _HEADROOM = 4096  # of the envelope around a manifest
 
 
-class Envelope(Record):
+class Envelope(Record, frozen=True, kw_only=True):
     """What lies under a commit's key. `signature`: empty where there was no key."""
 
     signature: Annotated[str, Meta(pattern=r"^(?:[0-9a-f]{64})?\Z")]

@@ -19,6 +19,7 @@ It does not know what the bytes are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -48,6 +49,10 @@ class Denied(StoreError):
     """The store refuses who asks."""
 
 
+class Stopped(StoreError):
+    """Whoever asked for it has said stop."""
+
+
 class Refused(StoreError):
     """What a store holds is not what it says it is, or can't be believed; the message says why."""
 
@@ -66,7 +71,7 @@ class Entry:
 class Store(Protocol):
     """Objects by key under one root. A key is a relative path of plain names: letters, digits,
     dots, underscores and hyphens, parted by slashes (`names.check_key`); every method refuses
-    others with ValueError before anything is touched."""
+    others with ValueError before anything is touched. No key is a folder of another."""
 
     @property
     def where(self) -> str:
@@ -74,11 +79,18 @@ class Store(Protocol):
         ...
 
     def put(
-        self, key: str, pieces: Sequence[memoryview], *, absent: bool = False, deadline_s: float
+        self,
+        key: str,
+        pieces: Sequence[memoryview],
+        *,
+        absent: bool = False,
+        deadline_s: float,
+        stop: threading.Event | None = None,
     ) -> None:
         """Write an object that is the bytes of `pieces`, one after the other, which must not change
         meanwhile. With `absent`, raises Exists if there is one; without, the key must be one that
-        nobody else writes to. Raises Full, Denied, StoreError."""
+        nobody else writes to. Gives up soon when `stop` is set. Raises Full, Denied, Stopped,
+        StoreError."""
         ...
 
     def get(self, key: str, *, start: int = 0, end: int | None = None, deadline_s: float) -> bytes:
