@@ -25,7 +25,7 @@ from everstep.core.agreement import groups_of_all
 from everstep.core.hang import Evidence
 from everstep.effects import Core, Effects, Timer
 from everstep.keepsakes import Keepsakes
-from everstep.types import Cause, Record
+from everstep.types import Cause, HeldCopy, Record
 from everstep.wire import messages, nodes
 from everstep.wire.messages import ChaosSpec, FromWorker
 
@@ -107,9 +107,17 @@ class CoordinatorShell:
         died = events.Died(rank=rank, incarnation=incarnation, cause=cause, before_kill=before_kill)
         self._feed(died)
 
-    def node_joined(self, node: int, host: str, domain: str, ranks: int) -> None:
-        """An agent is ready to fork workers, at most `ranks` of them."""
-        self._feed(events.NodeJoined(node=node, host=host, domain=domain, ranks=ranks))
+    def node_joined(
+        self,
+        node: int,
+        host: str,
+        domain: str,
+        ranks: int,
+        found: tuple[HeldCopy, ...] = (),
+    ) -> None:
+        """An agent is ready to fork workers, at most `ranks` of them. `found`: the copies that were
+        left in its host's memory."""
+        self._feed(events.NodeJoined(node=node, host=host, domain=domain, ranks=ranks, found=found))
 
     def node_back(self, host: str, domain: str, report: nodes.Report) -> None:
         """An agent of an earlier coordinator has come back with all that it knows."""
@@ -146,7 +154,8 @@ class CoordinatorShell:
     def copied(self, news: nodes.Took, node: int) -> None:
         """A copy of a rank's state is complete on `node`."""
         about = {"rank": news.rank, "incarnation": news.incarnation, "step": news.step}
-        self._feed(events.Copied(**about, generation=news.generation, node=node))
+        where = {"generation": news.generation, "node": node}
+        self._feed(events.Copied(**about, **where, stamp=news.stamp))
 
     def copy_waived(self, news: nodes.Untaken) -> None:
         """The keeper of a rank can't have its copy."""
@@ -377,6 +386,8 @@ class CoordinatorShell:
                 self._effects.keepers(generation, keepers, steps)
             case actions.DropCopies(generation=generation, rank=rank, node=node):
                 self._effects.copy_order(node, nodes.Drop(rank=rank, generation=generation))
+            case actions.JudgeCopies(node=node, keep=keep):
+                self._effects.copy_order(node, nodes.Judged(keep=keep))
             case actions.SendGo(copied=copied, copy_every=every):
                 for rank, incarnation in action.to:
                     go = messages.Go(copies=bool(copied), copy=rank in copied, copy_every=every)

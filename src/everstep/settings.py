@@ -227,8 +227,8 @@ class RunSettings:
     one after another."""
 
     spare_wait_s: float = 300.0
-    """Seconds the ranks stay parked for a node to come, where one was lost and no spare is there;
-    0: not at all. A machine that reboots is back in five minutes."""
+    """Seconds the ranks stay parked for a node to come, where one was lost and no spare is there,
+    or no other copy of its state; 0: not at all. A machine that reboots is back in five minutes."""
 
     max_node_failures: int = 3
     """Lost nodes of one host within incident_window_s after which its nodes are taken only if there

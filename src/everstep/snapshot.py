@@ -23,6 +23,7 @@ newest.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,8 +84,8 @@ class Tensor(
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose state a snapshot is, and when: after `sections` sections after step `step`. `shard`:
-    the key that replicas of the same part of the state have alike."""
+    """Whose state a snapshot is, and when: after `sections` sections after step `step`, made in
+    `generation`. `shard`: the key that replicas of the same part of the state have alike."""
 
     run_id: Annotated[str, Meta(min_length=1, max_length=64)]
     rank: Count
@@ -92,6 +93,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     shard: Name
     step: Count
     sections: Count = 0
+    generation: Count = 0
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -228,10 +230,16 @@ def decode(text: bytes | memoryview) -> Manifest:
     return manifest
 
 
+@functools.lru_cache(maxsize=64)
+def layout_of(tensors: tuple[Tensor, ...]) -> Layout:
+    """The layout of `tensors`, kept: copies of one rank are of the same tensors at each step."""
+    return Layout(tensors)
+
+
 def check(manifest: Manifest) -> Layout:
     """The layout that `manifest` describes. Raises SnapshotError when its tensors do not fill its
     file exactly, are not in order, or its digests are not as many as its blocks."""
-    layout = Layout(manifest.tensors)
+    layout = layout_of(manifest.tensors)
     if layout.tensors != manifest.tensors:
         raise SnapshotError("the tensors of a manifest are not in the order of their bytes")
     if layout.nbytes != manifest.nbytes:

@@ -136,6 +136,24 @@ class Holding:
         return (step, sections + 1) if self.in_section else (step + 1, 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """By what a copy in memory is known again. `generation`: in which it was made. `digest`: of all
+    its bytes."""
+
+    generation: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCopy:
+    """A complete copy of the state of `rank` at `step` in a node's memory."""
+
+    rank: int
+    step: int
+    stamp: Stamp
+
+
 class Decision(enum.StrEnum):
     """What a rank does in a regroup to reach the plan's step."""
 

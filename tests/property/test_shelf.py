@@ -113,6 +113,7 @@ class Copies(RuleBasedStateMachine):
         self.reading.clear()
         self.shelf.close(keep=True)
         self.shelf = self.fresh()
+        self.shelf.adopt()
         self.area = None
 
     @invariant()

@@ -19,6 +19,7 @@ from everstep.agent.shipping import Dock, Shipping
 from everstep.errors import TransientError
 from everstep.shm.budget import Budget
 from everstep.snapshot import About, Layout, Manifest, SnapshotError, Tensor
+from everstep.types import HeldCopy, Stamp
 from everstep.wire import messages, nodes
 from everstep.wire.bulk import Offer
 
@@ -192,8 +193,20 @@ def secured(step: int, incarnation: int = 1, generation: int = 0) -> nodes.Secur
     return nodes.Secured(rank=1, incarnation=incarnation, generation=generation, step=step)
 
 
+def stamp(step: int) -> Stamp:
+    about = About(run_id="run", rank=1, world=4, shard="s", step=step)
+    room = memoryview(bytearray(LAYOUT.nbytes))
+    manifest = snapshot.write(room, LAYOUT, about, {"w": bytes([step]) * 4000})
+    return Stamp(generation=0, digest=manifest.digest)
+
+
 def took(step: int, incarnation: int = 1, generation: int = 0) -> nodes.Took:
-    return nodes.Took(rank=1, incarnation=incarnation, generation=generation, step=step)
+    about = {"rank": 1, "incarnation": incarnation, "generation": generation, "step": step}
+    return nodes.Took(**about, stamp=stamp(step))
+
+
+def held(node: Node) -> tuple[tuple[int, int], ...]:
+    return tuple((copy.rank, copy.step) for copy in node.copies.held())
 
 
 def seek(step: int, incarnation: int, spoiled: bool = False) -> nodes.Seek:
@@ -374,16 +387,49 @@ def test_a_step_that_is_done_again_has_its_copy_made_again(tmp_path: Path) -> No
     run(test())
 
 
-def test_what_an_agent_left_behind_is_not_taken_for_the_jobs(tmp_path: Path) -> None:
-    """A step may have been done again since."""
+async def left_by(node: Node, *steps: int) -> None:
+    """It makes copies, and is killed."""
+    for step in steps:
+        await node.shelved(step)
+    assert node.copies._shelf is not None
+    node.copies._shelf.close(keep=True)
 
+
+def test_what_an_agent_left_behind_is_kept_if_the_job_knows_it(tmp_path: Path) -> None:
     async def test() -> None:
         before, after = Node(tmp_path, 0), Node(tmp_path, 7)
-        await before.shelved(1)
-        assert before.copies._shelf is not None
-        before.copies._shelf.close(keep=True)  # it was killed
-        await after.shelved(2)
-        assert after.copies.held() == ((1, 2),)
+        await left_by(before, 1, 2)
+        found = after.copies.adopt()
+        assert found == tuple(HeldCopy(rank=1, step=s, stamp=stamp(s)) for s in (1, 2))
+        after.copies.obey(nodes.Judged(keep=found[1:]))
+        assert held(after) == ((1, 2),)
+        after.copies.obey(keepers(3, steps=(2,)))
+        after.recall(2, incarnation=5)
+        with open(after.recalled.path, "rb") as file:
+            assert file.read().endswith(bytes([2]) * 4000)
+        await after.shelved(3, incarnation=5)
+        assert after.told == [took(3, incarnation=5, generation=3)]
+        assert held(after) == ((1, 2), (1, 3))
+        await after.copies.close()
+        assert list(tmp_path.iterdir()) == []
+
+    run(test())
+
+
+def test_who_was_there_before_takes_nothing_for_its_own(tmp_path: Path) -> None:
+    """A neighbour on the same host, which makes its first copy when the other is dead."""
+
+    async def test() -> None:
+        before, beside, after = Node(tmp_path, 0), Node(tmp_path, 7), Node(tmp_path, 8)
+        assert beside.copies.adopt() == ()
+        await left_by(before, 1)
+        await beside.shelved(2, rank=3)
+        assert held(beside) == ((3, 2),)
+        (found,) = after.copies.adopt()
+        assert (found.rank, found.step) == (1, 1)
+        after.copies.obey(nodes.Judged(keep=()))
+        assert held(after) == ()
+        await beside.copies.close()
         await after.copies.close()
         assert list(tmp_path.iterdir()) == []
 
@@ -599,16 +645,16 @@ def test_copies_that_are_needed_come_one_after_the_other(tmp_path: Path) -> None
         await away.until_told(3)
         assert away.told == [took(step) for step in (1, 2, 3)]
         assert away.shipping.fetched == tickets
-        assert away.copies.held() == ((1, 1), (1, 2), (1, 3))
+        assert held(away) == ((1, 1), (1, 2), (1, 3))
         for step in (1, 2, 3):
             home.copies.obey(secured(step))
         assert home.safe == [1, 2, 3]
         assert home.shipping.withdrawn == tickets
         await home.shelved(4, wait=False, keep=(3,))
-        assert home.copies.held() == ((1, 3), (1, 4))
+        assert held(home) == ((1, 3), (1, 4))
         away.copies.obey(home.offered.take)
         await away.until_told(4)
-        assert away.copies.held() == ((1, 3), (1, 4))
+        assert held(away) == ((1, 3), (1, 4))
         await home.copies.close()
         await away.copies.close()
         assert list(tmp_path.iterdir()) == []
@@ -662,9 +708,9 @@ def test_copies_of_steps_that_nobody_goes_back_to_are_given_up(tmp_path: Path) -
         for step in (1, 2, 3):
             await node.shelved(step, wait=False, keep=tuple(range(1, step)))
         node.copies.obey(keepers(1, steps=(1, 3)))
-        assert node.copies.held() == ((1, 1), (1, 3))
+        assert held(node) == ((1, 1), (1, 3))
         node.copies.obey(nodes.Drop(rank=1, generation=1))
-        assert node.copies.held() == ()
+        assert held(node) == ()
         await node.copies.close()
         assert list(tmp_path.iterdir()) == []
 
@@ -784,7 +830,7 @@ def test_a_copy_that_is_not_what_was_written_is_not_shown_or_lent_again(tmp_path
         Path(node.recalled.path).write_bytes(b"\7" * LAYOUT.nbytes)
         node.recall(3, turn=51, spoiled=True, incarnation=2)
         assert node.told[-1] == seek(3, 2, spoiled=True)
-        assert node.copies.held() == ()
+        assert held(node) == ()
         node.copies.obey(lend(3))
         assert isinstance(node.told[-1], nodes.Lack)
         other.copies.obey(lend(3, to=0))

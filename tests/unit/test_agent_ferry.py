@@ -10,7 +10,7 @@ from everstep.agent.ferry import Ferry
 from everstep.wire import nodes
 
 WHO = {"rank": 1, "incarnation": 2, "generation": 7, "step": 5}
-TOOK = nodes.Took(**WHO)
+TOOK = nodes.Took(**WHO, stamp=None)
 UNTAKEN = nodes.Untaken(**WHO, source=0, text="no room")
 SEEK = nodes.Seek(**WHO, spoiled=False)
 MISSING = nodes.Missing(rank=1, generation=7, step=5)

@@ -20,7 +20,7 @@ from everstep.core.ladder import Policy
 from everstep.core.nodes import Layout
 from everstep.core.overview import Overview
 from everstep.observe.view import View
-from everstep.types import TERM_STRIDE, Cause, CauseKind, Record
+from everstep.types import TERM_STRIDE, Cause, CauseKind, HeldCopy, Record, Stamp
 from everstep.wire import nodes
 from everstep.wire.bulk import Offer
 from everstep.wire.messages import Commit, Keepsake, Once, ScriptSpec
@@ -78,8 +78,10 @@ class FleetOnPaper:
 
         return Berth()
 
-    def joined(self, number: int, host: str, domain: str, ranks: int) -> None:
-        self.told.append(("joined", number, host, domain, ranks))
+    def joined(
+        self, number: int, host: str, domain: str, ranks: int, found: tuple[HeldCopy, ...]
+    ) -> None:
+        self.told.append(("joined", number, host, domain, ranks, *found))
 
     def lost(self, number: int, cause: Cause) -> None:
         self.told.append(("lost", number, cause.text))
@@ -198,8 +200,9 @@ def test_a_node_joins_once_it_can_fork_and_is_lost_with_its_connection() -> None
         assert isinstance(welcome, nodes.Welcome)
         assert (welcome.node, welcome.settings) == (0, SETTINGS)
         assert not case.fleet.told
-        agent.link.send(nodes.Joined(script_digest="d"))
-        assert await case.until_told("joined") == ("joined", 0, "h", "rack=1", 2)
+        copy = HeldCopy(rank=1, step=4, stamp=Stamp(generation=2, digest="d" * 32))
+        agent.link.send(nodes.Joined(script_digest="d", found=(copy,)))
+        assert await case.until_told("joined") == ("joined", 0, "h", "rack=1", 2, copy)
         said = Commit(generation=1, step=2, t=3.0, log={}, record=None)
         agent.link.send(nodes.Said(rank=1, incarnation=4, message=said))
         assert await case.until_told("said") == ("said", 0, 1, 4, said)

@@ -19,7 +19,7 @@ from everstep.agent.peering import Home, Peering
 from everstep.agent.tenure import Tenure
 from everstep.agent.terms import AgentSettings, Where
 from everstep.errors import TransientError, UserError
-from everstep.types import Cause, CauseKind
+from everstep.types import Cause, CauseKind, HeldCopy
 from everstep.wire import messages as m
 from everstep.wire import nodes
 from everstep.wire.network import Link
@@ -76,7 +76,7 @@ class NodeOnPaper:
 
     def launch(self, *_: Any) -> None: ...
 
-    def copies_held(self) -> tuple[tuple[int, int], ...]:
+    def copies_held(self) -> tuple[HeldCopy, ...]:
         return ()
 
 

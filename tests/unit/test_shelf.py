@@ -52,6 +52,10 @@ def steps(shelf: Shelf, rank: int = 0) -> list[int]:
     return [area.step for area in shelf.complete(rank)]
 
 
+def held(shelf: Shelf) -> list[tuple[int, int]]:
+    return [(copy.rank, copy.step) for copy in shelf.held()]
+
+
 @pytest.fixture
 def shelf(tmp_path: Path) -> Iterator[Shelf]:
     made = Shelf(tmp_path, "run", 3, PLENTY)
@@ -69,7 +73,7 @@ def test_a_copy_is_there_when_its_manifest_is(shelf: Shelf) -> None:
     assert shelf.newest(2) is None
     shelf.commit(area, manifest)
     assert shelf.newest(2) is area
-    assert shelf.held() == [(2, 4)]
+    assert held(shelf) == [(2, 4)]
     with area.bytes() as view:
         assert view.readonly
         snapshot.verify(manifest, view)
@@ -177,7 +181,7 @@ def test_steps_to_which_nobody_goes_back_are_given_up(shelf: Shelf) -> None:
     put(shelf, 2, rank=7)
     half = begin(shelf, rank=8)
     shelf.retain([1])
-    assert shelf.held() == [(0, 1)]
+    assert held(shelf) == [(0, 1)]
     assert half.under_way
     put(shelf, 2, keep=[1])
     assert steps(shelf) == [2, 1]
@@ -207,7 +211,7 @@ def test_memory_goes_with_its_last_user(shelf: Shelf) -> None:
     area = put(shelf, 1)
     with area.bytes() as view:
         shelf.drop(0)
-        assert shelf.held() == []
+        assert held(shelf) == []
         assert not area.path.exists()
         assert view[-1] == 1
         assert area.fd >= 0
@@ -225,7 +229,9 @@ def test_an_agent_that_comes_back_adopts_what_is_complete(tmp_path: Path) -> Non
     before.close(keep=True)
     half.path.write_bytes(b"half")
     after = Shelf(tmp_path, "run", 7, Budget(limit_bytes=LAYOUT.nbytes))
-    assert sorted((area.rank, area.step) for area in after.adopted) == [(4, 1), (4, 2), (5, 1)]
+    assert held(after) == []
+    assert after.adopt() == after.held()
+    assert held(after) == [(4, 1), (4, 2), (5, 1)]
     assert steps(after, 4) == [2, 1]
     assert not half.path.exists()
     newest = after.newest(4)
@@ -239,15 +245,34 @@ def test_an_agent_that_comes_back_adopts_what_is_complete(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_the_job_has_no_use_for_is_given_up(tmp_path: Path) -> None:
+    """What was made here meanwhile stays."""
+    before = Shelf(tmp_path, "run", 0, PLENTY)
+    put(before, 1)
+    put(before, 2, keep=[1])
+    before.close(keep=True)
+    after = Shelf(tmp_path, "run", 1, PLENTY)
+    first, second = after.adopt()
+    assert (first.step, second.step) == (1, 2)
+    assert first.stamp != second.stamp
+    put(after, 1, rank=3)
+    after.release([second])
+    assert held(after) == [(0, 2), (3, 1)]
+    after.release([])
+    assert held(after) == [(0, 2), (3, 1)], "it was judged once"
+    after.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_agent_does_not_adopt_what_another_holds(tmp_path: Path) -> None:
     one, other = Shelf(tmp_path, "run", 0, PLENTY), Shelf(tmp_path, "run", 1, PLENTY)
     put(one, 1)
     put(other, 1, rank=1)
     third = Shelf(tmp_path, "run", 2, PLENTY)
-    assert third.adopted == []
+    assert third.adopt() == ()
     third.close()
     one.close()
-    assert other.held() == [(1, 1)]
+    assert held(other) == [(1, 1)]
     assert sweep(tmp_path) == []
     assert other.newest(1) is not None
     other.close()
@@ -271,8 +296,8 @@ def test_what_is_damaged_is_not_adopted(tmp_path: Path, damage: str) -> None:
             text = snapshot.encode(manifest).replace(b'"rank":0', b'"rank":1')
             area.manifest_path.write_bytes(text)
     after = Shelf(tmp_path, "run", 1, PLENTY)
-    assert after.adopted == []
-    assert after.held() == []
+    assert after.adopt() == ()
+    assert held(after) == []
     after.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -283,6 +308,7 @@ def test_the_sweep_removes_what_no_living_job_holds(tmp_path: Path) -> None:
     put(living, 1)
     dead.close(keep=True)
     (tmp_path / "everstep-run-3.2").write_bytes(b"a worker's file")
+    assert sweep(tmp_path, "dead") == []
     assert sweep(tmp_path) == ["everstep-copies-dead"]
     assert steps(living) == [1]
     living.close()
@@ -328,10 +354,11 @@ sys.stdin.read()
         assert agent.stdout.readline() == "ready\n"
         assert sweep(tmp_path) == []
         beside = Shelf(tmp_path, "run", 1, PLENTY)
-        assert beside.adopted == []
+        assert beside.adopt() == ()
         beside.close()
         agent.send_signal(signal.SIGKILL)
     after = Shelf(tmp_path, "run", 2, PLENTY)
+    after.adopt()
     assert steps(after) == [6]
     after.close()
     assert list(tmp_path.iterdir()) == []

@@ -25,7 +25,6 @@ import signal
 from collections.abc import Mapping
 
 from everstep.agent import identity
-from everstep.agent.leftovers import sweep
 from everstep.agent.neighbours import Neighbours
 from everstep.agent.node import failures_go_to
 from everstep.agent.outage import Outage, devices
@@ -34,6 +33,7 @@ from everstep.agent.tenure import Tenure
 from everstep.agent.terms import AgentSettings, Ending
 from everstep.chaos import OF_NETWORK
 from everstep.errors import TransientError, UserError
+from everstep.shm.files import forget
 from everstep.wire import nodes
 from everstep.wire.network import Link
 from everstep.wire.secret import Secret
@@ -63,6 +63,7 @@ class _Agent:
         self._leaving: int | None = None
         self._tenure: Tenure | None = None
         self._failure: BaseException | None = None
+        self._run_id = ""  # in which its last tenure was
         self._outage: Outage | None = None
         self._outage_ends: asyncio.TimerHandle | None = None
 
@@ -71,7 +72,6 @@ class _Agent:
         failures_go_to(self._failed)
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._leave, number)
-        sweep(self._settings.shm_dir)
         self._link: Link[nodes.ToNode] = Link(
             host=self._settings.coordinator[0],
             port=self._settings.coordinator[1],
@@ -96,6 +96,7 @@ class _Agent:
                     self._settings, self._environ, self._link, neighbours, self._secret.bulk_key()
                 )
                 ending = await self._tenure.run()
+                self._run_id = self._tenure.run_id
                 self._tenure = None
                 if ending.error is not None:
                     raise ending.error
@@ -107,6 +108,8 @@ class _Agent:
             if neighbours is not None:
                 neighbours.close()
             self._link.close()
+            if self._run_id:  # no further tenure adopts what the last one has kept for it
+                forget(self._settings.shm_dir, self._run_id)
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 

@@ -8,7 +8,8 @@ worker hears that its copy is kept, it does so as it asked: after that, or befor
 a rank asks for the copy of a step: it is on this shelf, or some other node is asked to lend it.
 What is complete here is told to the owner, before any worker hears of it, so that no rank can
 commit a step of which the coordinator does not know the copies. The shelf is made when the first
-copy needs it.
+copy needs it, or when an agent of the same job has left one: what is complete there is told, kept
+until the coordinator has judged it, and then as any other copy is.
 
 Keepers are named anew at the beginning of each generation, and all that is said of copies bears its
 number. What was on its way in the one before is of an attempt that was stopped: it is ended, nobody
@@ -31,11 +32,12 @@ from pathlib import Path
 import msgspec
 
 from everstep import snapshot
-from everstep.agent.shelf import Area, Shelf, create_locked, refusal
+from everstep.agent.shelf import Area, Shelf, create_locked, is_left, refusal
 from everstep.agent.shipping import Shipping
 from everstep.errors import EverstepError
 from everstep.shm.budget import measure
 from everstep.snapshot import Manifest, SnapshotError
+from everstep.types import HeldCopy, Stamp
 from everstep.wire import nodes
 from everstep.wire.bulk import Offer
 from everstep.wire.messages import Kept, Recall, Recalled, Safe, Shelve, Shelved, ToWorker
@@ -114,12 +116,20 @@ class Copies:
         if begun is not None and self._shelf is not None:
             self._shelf.abandon(begun[0])
 
-    def held(self) -> tuple[tuple[int, int], ...]:
-        """The complete copies in this node's memory, as (rank, step)."""
-        return () if self._shelf is None else tuple(self._shelf.held())
+    def adopt(self) -> tuple[HeldCopy, ...]:
+        """Take over what an agent of this job has left in this host's memory. Once, before anything
+        else. Returns the copies. Raises UserError where the directory is another user's."""
+        if not is_left(self._shm_dir, self._run_id):
+            return ()
+        return self._open_shelf().adopt()
 
-    async def close(self) -> None:
-        """End all transfers and remove all copies."""
+    def held(self) -> tuple[HeldCopy, ...]:
+        """The complete copies in this node's memory."""
+        return () if self._shelf is None else self._shelf.held()
+
+    async def close(self, *, keep: bool = False) -> None:
+        """End all transfers and remove all copies; but with `keep` those that are complete stay for
+        whoever adopts them."""
         for rank in self._incoming:
             self._end_incoming(rank)
         if self._shipping is not None:
@@ -127,7 +137,7 @@ class Copies:
         await asyncio.gather(*self._tasks, return_exceptions=True)  # none waits for others
         await asyncio.sleep(0)  # loans that ended just now give their areas back
         if self._shelf is not None:
-            self._shelf.close()
+            self._shelf.close(keep=keep)
 
     def _give_room(self, member: Member, request: Shelve, send: Send) -> None:
         rank, incarnation = member
@@ -170,7 +180,7 @@ class Copies:
             self._shelf.abandon(area)
             send(Kept(turn=said.turn, refusal=f"the copy can't be kept: {error}"))
             return
-        self._tell(self._took(rank, incarnation, said.step))
+        self._tell(self._took(rank, incarnation, manifest))
         keeper = self._keepers.get(rank)
         kept, safe = Kept(turn=said.turn), Safe(turn=said.turn)
         if not said.wait:
@@ -210,6 +220,9 @@ class Copies:
         """The coordinator's word about copies, or a keeper's answer."""
         if isinstance(order, nodes.Keepers):
             self._begin_generation(order)
+        elif isinstance(order, nodes.Judged):
+            if self._shelf is not None:
+                self._shelf.release(order.keep)
         elif order.generation == self._generation:
             self._obey(order)
 
@@ -329,7 +342,7 @@ class Copies:
                     )
                 return
         if area is not None:
-            self._tell(self._took(rank, incarnation, step))
+            self._tell(self._took(rank, incarnation, manifest))
             self._answer((rank, incarnation), step, _shown(area, 0))
 
     async def _fetch(
@@ -362,20 +375,26 @@ class Copies:
             del self._waiting.recalled[member]
             waits[1](answer)
 
-    def _took(self, rank: int, incarnation: int, step: int) -> nodes.Took:
+    def _took(self, rank: int, incarnation: int, manifest: Manifest) -> nodes.Took:
+        about = manifest.about
         return nodes.Took(
-            rank=rank, incarnation=incarnation, generation=self._generation, step=step
+            rank=rank,
+            incarnation=incarnation,
+            generation=self._generation,
+            step=about.step,
+            stamp=Stamp(generation=about.generation, digest=manifest.digest),
         )
 
     # ------------------------------------------------------------ the shelf
 
     def _begin(self, rank: int, incarnation: int, nbytes: int, keep: Collection[int]) -> Area:
-        if self._shelf is None:
-            budget = measure(self._shm_dir)
-            self._shelf = Shelf(self._shm_dir, self._run_id, self._node, budget)
-            # What an agent of this job has left here may be of a step that was done again since.
-            self._shelf.retain(())
-        return self._shelf.begin(rank=rank, incarnation=incarnation, nbytes=nbytes, keep=keep)
+        shelf = self._shelf or self._open_shelf()
+        return shelf.begin(rank=rank, incarnation=incarnation, nbytes=nbytes, keep=keep)
+
+    def _open_shelf(self) -> Shelf:
+        budget = measure(self._shm_dir)
+        self._shelf = Shelf(self._shm_dir, self._run_id, self._node, budget)
+        return self._shelf
 
     async def _furnish(self, area: Area) -> None:
         """Take the memory of `area`. Raises UserError where there is none."""

@@ -32,7 +32,7 @@ from everstep.keepsakes import Heritage
 from everstep.observe.rundir import RunDirectory
 from everstep.observe.view import Both, View
 from everstep.settings import RunSettings
-from everstep.types import Cause, Record
+from everstep.types import Cause, HeldCopy, Record
 from everstep.wire import nodes
 from everstep.wire.messages import ChaosSpec, FromWorker, ToWorker
 
@@ -83,10 +83,17 @@ class Fleet:
         """What the node `number` has for its owner."""
         return Berth(self, number)
 
-    def joined(self, number: int, host: str, domain: str, ranks: int) -> None:
-        """The node `number` can fork, up to `ranks` workers. `host`, `domain`: as
+    def joined(
+        self,
+        number: int,
+        host: str,
+        domain: str,
+        ranks: int,
+        found: tuple[HeldCopy, ...] = (),
+    ) -> None:
+        """The node `number` can fork, up to `ranks` workers. `host`, `domain`, `found`: as
         events.NodeJoined has them."""
-        self._shell.node_joined(number, host, domain, ranks)
+        self._shell.node_joined(number, host, domain, ranks, found)
 
     @property
     def reconvenes(self) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from everstep.agent import progress, shelf
 
 
-def sweep(shm_dir: Path) -> None:
+def sweep(shm_dir: Path, run_id: str = "") -> None:
     """Remove every file in which workers show where they stand, and every copy, that no living job
-    holds."""
+    holds; but the copies of the run `run_id` stay for its agents that come back."""
     progress.sweep(shm_dir)
-    shelf.sweep(shm_dir)
+    shelf.sweep(shm_dir, run_id)

@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from everstep.types import HeldCopy
 from everstep.wire import messages, nodes
 from everstep.wire.messages import FromWorker, ToWorker, WorkerSpec
 
@@ -205,7 +206,7 @@ class Memoirs:
         term: int,
         node: int,
         peers: tuple[int, ...],
-        copies: Iterable[tuple[int, int]],
+        copies: Iterable[HeldCopy],
         listens: nodes.Listens | None = None,
         run_id: str = "",
     ) -> nodes.Report:

@@ -38,7 +38,7 @@ from everstep.agent.zygote import Zygote, ZygotePlan, environment
 from everstep.core.hang import Evidence
 from everstep.errors import EverstepError
 from everstep.snapshot import SnapshotError
-from everstep.types import Cause
+from everstep.types import Cause, HeldCopy
 from everstep.wire import nodes
 from everstep.wire.messages import (
     ChaosSpec,
@@ -178,9 +178,10 @@ class Node:
         """A `close` that waits for workers waits no longer."""
         self._hurry.set()
 
-    async def close(self, *, terminate: bool, wait_s: float) -> None:
+    async def close(self, *, terminate: bool, wait_s: float, keep_copies: bool = False) -> None:
         """End all that is left. `terminate`: by SIGTERM first. `wait_s`: how long workers may take
-        to end by themselves. Afterwards no process, descriptor or file in memory is left.
+        to end by themselves. Afterwards no process, descriptor or file in memory is left, but, with
+        `keep_copies`, copies that another node may adopt.
 
         Raises EverstepError if a process cannot be ended.
         """
@@ -206,7 +207,7 @@ class Node:
                 worker.close()
             for progress in self._progress.values():
                 progress.remove()
-            await self._copies.close()
+            await self._copies.close(keep=keep_copies)
             processes.set_child_subreaper(self._was_subreaper)
 
     async def _wait_alone_or_hurry(self, wait_s: float) -> None:
@@ -279,8 +280,12 @@ class Node:
         """The coordinator's word about copies."""
         self._copies.obey(order)
 
-    def copies_held(self) -> tuple[tuple[int, int], ...]:
-        """The copies in this node's memory: (rank, step)."""
+    def adopt_copies(self) -> tuple[HeldCopy, ...]:
+        """Take over the copies that an agent of the same job has left in this host's memory."""
+        return self._copies.adopt()
+
+    def copies_held(self) -> tuple[HeldCopy, ...]:
+        """The copies in this node's memory."""
         return self._copies.held()
 
     def peers(self, order: nodes.Peers) -> None:

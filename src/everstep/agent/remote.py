@@ -329,7 +329,7 @@ class Registry:
             self._refuse(peer, node.who, why)
             self._lost(peer, why)
         elif not node.joined:
-            node.joined, node.listens = True, joined.listens
+            node.joined, node.listens, node.found = True, joined.listens, joined.found
             self._preflight.joined(_station(node))
 
     # ------------------------------------------------------------ the preflight's word
@@ -340,12 +340,12 @@ class Registry:
 
     def admit(self, number: int) -> None:
         """It takes part in the job."""
-        who = self._nodes[self._peer_of(number)].who
-        report = self._untold.pop(number, None)
+        node = self._nodes[self._peer_of(number)]
+        who, report = node.who, self._untold.pop(number, None)
         if report is not None and self._fleet.reconvenes:
             self._fleet.back(who.host, who.domain, report)
         else:
-            self._fleet.joined(number, who.host, who.domain, self._nproc_per_node)
+            self._fleet.joined(number, who.host, who.domain, self._nproc_per_node, node.found)
 
     def refuse(self, number: int, why: str) -> None:
         """It can't take part."""

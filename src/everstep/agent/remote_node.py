@@ -14,6 +14,7 @@ import msgspec
 
 from everstep.agent.berth import Berth, Kept
 from everstep.agent.ending import END_TIMEOUT_S
+from everstep.types import HeldCopy
 from everstep.wire import nodes
 from everstep.wire.messages import ChaosSpec, ToWorker, WorkerSpec
 
@@ -22,7 +23,8 @@ class RemoteNode:
     """A node at the other end of a connection. Implements `fleet.NodeHandle`.
 
     `who`: what it registered as. `exit_code()`: of the job, once it is over. `joined`: it can fork.
-    `listens`: how others can try whether they reach it; None where they can't.
+    `listens`: how others can try whether they reach it; None where they can't. `found`: the copies
+    that were left in its host's memory.
     `gone`: set when it has ended all its workers, or nothing more can be heard of it.
     """
 
@@ -40,6 +42,7 @@ class RemoteNode:
         self.berth = berth
         self.joined = False
         self.listens: nodes.Listens | None = None if who.report is None else who.report.listens
+        self.found: tuple[HeldCopy, ...] = ()
         self.gone = asyncio.Event()
         self._send = send
         self._hang_up = hang_up

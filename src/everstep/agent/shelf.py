@@ -12,9 +12,10 @@ that is still read is not used again: its memory goes with the last reader, and 
 new incarnation never gets an area of an older one, which may still be written: its writer may only
 have been slow.
 
-A restarted agent takes over every copy of its job that no living agent holds (`shm/files.py`). The
-start of another job removes (`sweep`) what no living job holds; between an agent's death and its
-return this may cost the copies, and never gives a wrong one.
+A restarted agent takes over every copy of its job that no living agent holds (`adopt`), and gives
+up those of which the job makes no use (`release`). The start of another job removes (`sweep`) what
+no living job holds; between an agent's death and its return this may cost the copies, and never
+gives a wrong one.
 
 What it doesn't know: who writes, where a copy goes next, which step is needed. One thread; the one
 call that may take long, to take memory, is left to the caller (`begin`).
@@ -42,10 +43,11 @@ from everstep.shm.files import (
     take,
 )
 from everstep.snapshot import Manifest, SnapshotError
+from everstep.types import HeldCopy, Stamp
 
 _AREA = re.compile(r"n(\d{1,9})-r(\d{1,9})\.(\d{1,9})-(\d{1,9})")
 
-__all__ = ["Area", "Shelf", "create_locked", "refusal", "sweep"]
+__all__ = ["Area", "Shelf", "create_locked", "is_left", "refusal", "sweep"]
 
 
 class Shelf:
@@ -54,8 +56,7 @@ class Shelf:
     `budget`: what copies may take beside what lies in shared memory already."""
 
     def __init__(self, shm_dir: Path, run_id: str, node: int, budget: Budget) -> None:
-        """Takes over what an agent of the same job left here. Raises UserError when the directory
-        can't be made."""
+        """Raises UserError when the directory can't be made."""
         self.node = node
         self.directory = shm_dir / (PREFIX + run_id)
         try:
@@ -64,10 +65,46 @@ class Shelf:
             raise refusal(self.directory, error) from error
         self._areas: dict[int, list[Area]] = {}
         self._leaving: list[Area] = []  # given up, and still read
+        self._adopted: list[Area] = []  # and not judged yet
         self._made = 0
-        self.adopted = self._adopt()
-        """The complete copies that were found at the start, and are kept now."""
-        self._budget = budget.plus(self.nbytes)
+        self._budget = budget
+
+    # ------------------------------------------------------------ what was left here
+
+    def adopt(self) -> tuple[HeldCopy, ...]:
+        """Take over the complete copies that no living agent holds, and remove what is incomplete.
+        Before any copy is made here. Their bytes are as good as they were: whoever restores from
+        them compares the digests."""
+        for path in sorted(self.directory.iterdir()):
+            match = _AREA.fullmatch(path.name)
+            fd = None if match is None else take(path)
+            if match is None or fd is None:
+                continue
+            node, rank, incarnation, count = map(int, match.groups())
+            self._made = max(self._made, count)
+            area = Area(
+                path=path,
+                node=node,
+                rank=rank,
+                incarnation=incarnation,
+                nbytes=os.fstat(fd).st_size,
+                fd=fd,
+            )
+            area.manifest = _manifest_of(area)
+            self._areas.setdefault(rank, []).append(area)
+            if area.manifest is None:
+                self._discard(area)
+            else:
+                self._adopted.append(area)
+        self._budget = self._budget.plus(self.nbytes)
+        return tuple(_held(area) for area in self._adopted)
+
+    def release(self, keep: Collection[HeldCopy]) -> None:
+        """Of what was adopted, give up all but `keep`."""
+        for area in self._adopted:
+            if not area.gone and _held(area) not in keep:
+                self._discard(area)
+        self._adopted.clear()
 
     # ------------------------------------------------------------ writing
 
@@ -154,9 +191,9 @@ class Shelf:
         """The newest complete copy of `rank`."""
         return next(iter(self.complete(rank)), None)
 
-    def held(self) -> list[tuple[int, int]]:
-        """The complete copies, as (rank, step)."""
-        return sorted((rank, a.step) for rank in self._areas for a in self.complete(rank))
+    def held(self) -> tuple[HeldCopy, ...]:
+        """The complete copies, by rank and step."""
+        return tuple(_held(a) for r in sorted(self._areas) for a in reversed(self.complete(r)))
 
     @property
     def nbytes(self) -> int:
@@ -216,40 +253,22 @@ class Shelf:
         if area.fd >= 0:
             self._leaving.append(area)
 
-    def _adopt(self) -> list[Area]:
-        """Take over the complete copies that no living agent holds, and remove what is
-        incomplete."""
-        found = []
-        for path in sorted(self.directory.iterdir()):
-            match = _AREA.fullmatch(path.name)
-            if match is None:
-                continue
-            fd = take(path)
-            if fd is None:
-                continue
-            node, rank, incarnation, count = map(int, match.groups())
-            self._made = max(self._made, count)
-            area = Area(
-                path=path,
-                node=node,
-                rank=rank,
-                incarnation=incarnation,
-                nbytes=os.fstat(fd).st_size,
-                fd=fd,
-            )
-            area.manifest = _manifest_of(area)
-            self._areas.setdefault(rank, []).append(area)
-            if area.manifest is None:
-                self._discard(area)
-            else:
-                found.append(area)
-        return found
+
+def is_left(shm_dir: Path, run_id: str) -> bool:
+    """Whether an agent of the job has a shelf on this host, or has left one."""
+    return (shm_dir / (PREFIX + run_id)).is_dir()
+
+
+def _held(area: Area) -> HeldCopy:
+    """What a complete copy is known by."""
+    assert area.manifest is not None
+    about = area.manifest.about
+    stamp = Stamp(generation=about.generation, digest=area.manifest.digest)
+    return HeldCopy(rank=area.rank, step=about.step, stamp=stamp)
 
 
 def _manifest_of(area: Area) -> Manifest | None:
-    """The manifest beside a file that was found, if it describes it. What is in the file has
-    outlived its agent, so that its bytes are as good as they were; whoever restores from them
-    compares the digests."""
+    """The manifest beside a file that was found, if it describes it."""
     try:
         if area.manifest_path.stat().st_size > snapshot.MAX_MANIFEST_BYTES:
             return None

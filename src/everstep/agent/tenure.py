@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import msgspec
 
 from everstep.agent import clocks, identity, open_files
+from everstep.agent.leftovers import sweep
 from everstep.agent.memoir import Memoirs
 from everstep.agent.neighbours import Neighbours
 from everstep.agent.node import Ground, Node, new_mark
@@ -59,7 +60,7 @@ class Tenure:
         self._node: Node | None = None
         self._reach: Reach | None = None
         self._number = -1
-        self._run_id = ""
+        self.run_id = ""  # until the coordinator has said
         self._term = 0
         self._script_digest: str | None = None  # None until the node is open
         self._memoirs = Memoirs()
@@ -83,7 +84,9 @@ class Tenure:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
         if self._node is not None:
-            await self._node.close(terminate=ending.terminate, wait_s=ending.wait_s)
+            await self._node.close(
+                terminate=ending.terminate, wait_s=ending.wait_s, keep_copies=ending.anew
+            )
         self._send(nodes.Gone())
         return ending
 
@@ -117,7 +120,7 @@ class Tenure:
             peers=self.peering.listed,
             copies=self._node.copies_held(),
             listens=None if self._reach is None else self._reach.listens,
-            run_id=self._run_id,
+            run_id=self.run_id,
         )
 
     def end(self, ending: Ending) -> None:
@@ -258,7 +261,7 @@ class Tenure:
             return
         self._number = welcome.node
         settings = welcome.settings
-        self._run_id = settings.run_id
+        self.run_id = settings.run_id
         open_files.raise_limit(
             open_files.OF_AN_AGENT + open_files.PER_WORKER * settings.nproc_per_node
         )
@@ -291,15 +294,19 @@ class Tenure:
         self._opening = asyncio.get_running_loop().create_task(self._open(self._node, settings))
 
     async def _open(self, node: Node, settings: nodes.NodeSettings) -> None:
+        loop = asyncio.get_running_loop()
         try:
             digest = identity.script_digest(settings.script)
+            # What dead jobs left. What this one's own agents left is looked through instead.
+            await loop.run_in_executor(None, sweep, self._settings.shm_dir, settings.run_id)
+            found = node.adopt_copies()
             await node.open()
         except Exception as error:  # noqa: BLE001 - told to the coordinator, and raised by the agent
             self.failed(error)
             return
         self._script_digest = digest
         listens = None if self._reach is None else self._reach.listens
-        self._send(nodes.Joined(script_digest=digest, listens=listens))
+        self._send(nodes.Joined(script_digest=digest, listens=listens, found=found))
 
     # ------------------------------------------------------------ Owner, for the node
 

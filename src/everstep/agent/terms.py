@@ -43,3 +43,8 @@ class Ending:
     wait_s: float = 0.0
     exit_code: int | None = None
     error: BaseException | None = None
+
+    @property
+    def anew(self) -> bool:
+        """The agent stays, and registers anew."""
+        return self.exit_code is None and self.error is None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everstep.types import Cause, Plan
+from everstep.types import Cause, HeldCopy, Plan
 from everstep.types import Record as JournalRecord
 
 
@@ -137,6 +137,15 @@ class DropCopies(Action):
     generation: int
     rank: int
     node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeCopies(Action):
+    """Of the copies that `node` has found when it joined, those in `keep` are of use. It gives the
+    others up."""
+
+    node: int
+    keep: tuple[HeldCopy, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ class Coordinator:
         deadlines = (
             job.deadline_s,
             job.node_deadline_s,
+            job.copy_deadline_s,
             job.membership.next_deadline_s,
             job.reach.next_deadline_s,
         )
@@ -181,10 +182,10 @@ class Coordinator:
                 self._on_protected(member, event)
             case ev.Waiting() if member.joining and member.status is Status.PROTECTED:
                 job.membership.move(member, Status.WAITING)  # it waits for us, not we for it
-            case ev.Copied(generation=generation, step=step, node=node):
+            case ev.Copied(generation=generation, step=step, node=node, stamp=stamp):
                 here = generation == job.generation or step in job.copies.needed
                 if here and job.nodes.get(node) is not None:
-                    job.copies.kept(member.rank, step, node)
+                    job.copies.kept(member.rank, step, node, stamp)
                     job.settle_copies()
             case ev.CopyWaived(generation=generation, step=step):
                 if generation == job.generation:

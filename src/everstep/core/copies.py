@@ -5,6 +5,11 @@ rank, or, on several nodes, a rank on another node. The others have their state 
 of each such rank and step it is known on which nodes the copies lie. A node that is lost takes its
 copies with it. A shard can be restored at a step when each of its ranks has a copy of it.
 
+A node's memory outlives its processes, so another agent may come back with what a lost node had.
+Such a copy counts again if it is one of which the table was told, and which still counts: its stamp
+says so. What was done again since has another one, or none yet; of what nobody has told a stamp,
+nothing is believed.
+
 Agents give up old copies by themselves: those before the newest step, of those that somebody has
 committed, of which all copies were once where they belong. (A rank that begins another copy has
 passed a fence by which it knew that.) So these count for nothing here either, whatever was lost
@@ -15,8 +20,10 @@ What it doesn't know: how copies are made and moved, and what is in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+
+from everstep.types import HeldCopy, Stamp
 
 _NEEDED = 2  # steps of which copies stay when the ranks regroup: room is left for one more
 _MOST_UNSETTLED = 8  # steps that are known where nobody knows who keeps what
@@ -34,10 +41,13 @@ def need_copies(shards: Mapping[int, str], place_of: Callable[[int], int]) -> fr
 @dataclass(slots=True)
 class _Step:
     """The copies of one step. `nodes`: by rank, where they lie. `settled`: the ranks whose copies
-    have been where they belong, or can't come there."""
+    have been where they belong, or can't come there. `stamps`: by rank, of its copies. `lost`: by
+    rank, on which nodes others lay that are gone, and on which hosts these were."""
 
     nodes: dict[int, set[int]] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
+    stamps: dict[int, Stamp | None] = field(default_factory=dict)
+    lost: dict[int, dict[int, str]] = field(default_factory=dict)
 
 
 class CopyTable:
@@ -55,9 +65,13 @@ class CopyTable:
 
     # ------------------------------------------------------------ what is told
 
-    def kept(self, rank: int, step: int, node: int) -> None:
-        """Node `node` keeps a copy of `rank` at `step`."""
+    def kept(self, rank: int, step: int, node: int, stamp: Stamp | None = None) -> None:
+        """Node `node` keeps a copy of `rank` at `step`. `stamp`: by which it is known again, if
+        ever."""
         known = self._steps.setdefault(step, _Step())
+        if known.stamps.get(rank) != stamp:
+            known.lost.pop(rank, None)  # they were others
+        known.stamps[rank] = stamp
         known.nodes.setdefault(rank, set()).add(node)
         if self._keepers.get(rank, node) == node:
             known.settled.add(rank)
@@ -75,13 +89,32 @@ class CopyTable:
             _take_from(known, rank, node)
             self.version += 1
 
-    def lose(self, node: int) -> None:
-        """Node `node` is gone."""
+    def lose(self, node: int, host: str | None = None) -> None:
+        """Node `node` is gone. `host`: in whose memory its copies may still be; None: they are
+        not."""
         for known in self._steps.values():
             for rank in [rank for rank, nodes in known.nodes.items() if node in nodes]:
                 _take_from(known, rank, node)
+                if host is not None and known.stamps.get(rank) is not None:
+                    known.lost.setdefault(rank, {})[node] = host
         self._strays = [stray for stray in self._strays if stray[1] != node]
         self.version += 1
+
+    def regain(self, node: int, host: str, found: Iterable[HeldCopy]) -> tuple[HeldCopy, ...]:
+        """Node `node` has found copies in the memory of `host`. Returns those that count again."""
+        taken = []
+        for copy in found:
+            known = self._steps.get(copy.step)
+            if known is None or known.stamps.get(copy.rank) != copy.stamp:
+                continue
+            taken.append(copy)
+            known.nodes.setdefault(copy.rank, set()).add(node)
+            lost = known.lost.get(copy.rank, {})
+            before = next((other for other, where in lost.items() if where == host), None)
+            if before is not None:
+                del lost[before]
+            self.version += 1
+        return tuple(taken)
 
     def settle(self, committed: int) -> list[tuple[int, int]]:
         """Forget what agents have given up, now that somebody has committed step `committed`.
@@ -147,16 +180,22 @@ class CopyTable:
         known = self._steps.get(step)
         return [] if known is None else sorted(known.nodes.get(rank, ()))
 
+    def lost_on(self, rank: int, step: int) -> Collection[str]:
+        """The hosts of lost nodes that had a copy of `rank` at `step`, where no other is left."""
+        known = self._steps.get(step, _Step())
+        return [] if rank in known.nodes else sorted(set(known.lost.get(rank, {}).values()))
+
     def by_shard(
-        self, shards: Mapping[int, str], without: Collection[int] = ()
+        self, shards: Mapping[int, str], without: Collection[int] = (), *, lost: bool = False
     ) -> dict[str, set[int]]:
         """By shard, the steps of which all its ranks have copies; shards without any are left out.
-        `shards`: by rank, its shard's key. `without`: nodes whose copies don't count. O(ranks),
-        where there are copies."""
+        `shards`: by rank, its shard's key. `without`: nodes whose copies don't count. `lost`: also
+        copies count that a node may come back with. O(ranks), where there are copies."""
         found: dict[str, set[int]] = {}
         gone = set(without)
         for step, known in self._steps.items():
             there = {rank for rank, nodes in known.nodes.items() if not nodes <= gone}
+            there |= {rank for rank, hosts in known.lost.items() if lost and hosts}
             lacking = {shard for rank, shard in shards.items() if rank not in there}
             for shard in set(shards.values()) - lacking:
                 found.setdefault(shard, set()).add(step)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from everstep.core.hang import Evidence
 from everstep.core.ladder import Incident
-from everstep.types import Cause, Holding, Position
+from everstep.types import Cause, HeldCopy, Holding, Position, Stamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,14 @@ class JobStarted(Event):
 class NodeJoined(Event):
     """An agent has registered, under a number that no agent had before. `host`: its machine.
     `domain`: what fails together with it (a rack, a switch); "" where that is only the host.
-    `ranks`: how many workers it can run."""
+    `ranks`: how many workers it can run. `found`: the copies that an agent of the same job had left
+    in its host's memory; it keeps them until `JudgeCopies`."""
 
     node: int
     host: str
     domain: str
     ranks: int
+    found: tuple[HeldCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +142,8 @@ class NodeBack(Event):
     """An agent of an earlier coordinator's has come, with all that it knows. `node`: its number
     then, and now. `slot`: which it holds; None for a spare. `members`: its living workers. `ended`:
     its workers that are dead, the newest of each rank at most, with their cause. `protected`: what
-    ranks said in set-up, as far as it knows, also of ranks elsewhere. `copies`: (rank, step) of
-    the copies in its memory. `peers`: the nodes that held slots when its newest world began; none
+    ranks said in set-up, as far as it knows, also of ranks elsewhere. `copies`: those in its
+    memory. `peers`: the nodes that held slots when its newest world began; none
     where it has not been told."""
 
     node: int
@@ -151,7 +153,7 @@ class NodeBack(Event):
     members: tuple[MemberBack, ...] = ()
     ended: tuple[Died, ...] = ()
     protected: tuple[Protected, ...] = ()
-    copies: tuple[tuple[int, int], ...] = ()
+    copies: tuple[HeldCopy, ...] = ()
     peers: tuple[int, ...] = ()
 
 
@@ -168,11 +170,13 @@ class Committed(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied(WorkerEvent):
-    """Node `node` keeps a copy of the rank's state at `step`; it said so in `generation`."""
+    """Node `node` keeps a copy of the rank's state at `step`; it said so in `generation`. `stamp`:
+    by which the copy is known again; None: it never is."""
 
     generation: int
     step: int
     node: int
+    stamp: Stamp | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,8 @@ def on_joined(job: Job, event: ev.NodeJoined) -> None:
         _dismiss(job, event.node, f"it can run {workers}, and a node of this job has {needed}")
     elif (node := job.nodes.join(event.node, event.host, event.domain)) is not None:
         job.out.node_joined(node)
+        if event.found:
+            job.found[event.node] = event.found
         if job.phase is Phase.RECONVENING:
             on_first(job)
 
@@ -70,7 +72,7 @@ def lose(job: Job, node: Node, cause: Cause) -> None:
     held = f", and {name_ranks(ranks)} with it" if ranks else ""
     text = f"{node} was lost{held}: {cause.text}"
     losses = job.nodes.lose(node, job.now_s)
-    job.copies.lose(node.number)
+    job.copies.lose(node.number, node.host)
     job.reach.lost(node.number)
     job.out.node_lost(node, ranks, text)
     if losses == job.policy.max_node_failures:

@@ -37,7 +37,7 @@ from everstep.core.reach import Reach
 from everstep.core.reclaim import Reclaims
 from everstep.core.rejoined import Rejoined
 from everstep.core.words import name_ranks, verb
-from everstep.types import Cause, CauseKind, Holding, Plan, Position
+from everstep.types import Cause, CauseKind, HeldCopy, Holding, Plan, Position
 
 _COPIES_DIFFER = (
     "the copies differ: those ranks are no replicas of each other, or a copy is corrupt. Look for "
@@ -97,6 +97,8 @@ class Job:
         self.incident: Incident | None = None
         self.commits = Commits(world_size)
         self.copies = CopyTable()
+        self.found: dict[int, tuple[HeldCopy, ...]] = {}  # copies by who found them, to be judged
+        self.copy_deadline_s: float | None = None  # by when a node must come back with a copy
         self.placement: Placement | None = None  # of copies, on several nodes
         self.recorded = 0  # the newest step in the journal
         self.protected: dict[int, ev.Protected] = {}  # what each rank said in the job's set-up
@@ -277,7 +279,7 @@ class Job:
         self.phase, self.closed, self.stop_seen = Phase.SETTING_UP, False, False
         self.deadline_s = self.now_s + self.policy.setup_timeout_s
         self.commits, self.resumed_at = Commits(self.world_size), (0, 0)
-        self.copies = CopyTable()
+        self.copies, self.copy_deadline_s = CopyTable(), None
         self.reclaims.clear()
         self.reach.clear()
         self.protected, self.first_of = {}, {}
@@ -360,6 +362,7 @@ class Job:
         assert not empty or not self.nodes.spares, "a slot is empty, and a spare is there"
         assert not empty or phase in (Phase.SETTING_UP, Phase.STOPPING), phase
         assert self.node_deadline_s is None or empty, "a node is awaited, and none is missing"
+        assert self.copy_deadline_s is None or phase is Phase.STOPPING, phase
         assert self.recorded == self.commits.least[0], (self.recorded, self.commits.least)
         assert self.incident is not None or phase in (Phase.SETTING_UP, Phase.RUNNING), phase
         assert self.plan is not None or phase is not Phase.REGROUPING

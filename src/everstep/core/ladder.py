@@ -116,7 +116,8 @@ class Policy:
 
     spare_wait_s: float = 300.0
     """How long the ranks stay parked until a node comes, where one was lost and no spare is there,
-    in seconds; 0: not at all. A machine that reboots is back in five minutes; all others wait."""
+    or no other copy of its state, in seconds; 0: not at all. A machine that reboots is back in five
+    minutes; all others wait."""
 
     max_node_failures: int = 3
     """Losses of nodes on one host within `incident_window_s` after which the host is set aside:

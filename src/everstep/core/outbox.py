@@ -142,6 +142,19 @@ class Outbox:
         """No spare is left for `ranks`, and one is waited for."""
         self.record("node_awaited", incident=incident.number, ranks=list(ranks), wait_s=wait_s)
 
+    def copy_awaited(
+        self, incident: Incident, ranks: Sequence[int], hosts: Sequence[str], wait_s: float
+    ) -> None:
+        """No copy of what `ranks` hold is left; a node may come back with what lies in the memory
+        of `hosts`."""
+        self.record(
+            "copy_awaited",
+            incident=incident.number,
+            ranks=list(ranks),
+            hosts=list(hosts),
+            wait_s=wait_s,
+        )
+
     def node_replaced(self, incident: Incident, slot: int, lost: Node, node: Node) -> None:
         """`node` takes the slot of `lost`."""
         self.record(

@@ -120,7 +120,7 @@ def _missing(job: Job) -> tuple[SlotMissing, ...]:
 
 def _wait_s(job: Job, now_s: float) -> float | None:
     gathers = job.phase in (Phase.GATHERING, Phase.RECONVENING)
-    deadline_s = job.deadline_s if gathers else job.node_deadline_s
+    deadline_s = job.deadline_s if gathers else (job.copy_deadline_s or job.node_deadline_s)
     return None if deadline_s is None else max(0.0, deadline_s - now_s)
 
 

@@ -71,8 +71,8 @@ def on_back(job: Job, event: ev.NodeBack) -> None:
     rejoined.reports[event.node] = event
     for said in event.protected:
         _learn(job, said)
-    for rank, step in event.copies:
-        job.copies.kept(rank, step, event.node)
+    for copy in event.copies:
+        job.copies.kept(copy.rank, copy.step, event.node, copy.stamp)
     if event.slot is not None and _wins_slot(job, rejoined, node, event):
         _take_slot(job, rejoined, node, event)
 
@@ -152,7 +152,7 @@ def on_holder_lost(job: Job, node: Node, cause: Cause) -> None:
     rejoined.lost[node.slot] = cause
     _forget_members(job, rejoined, node)
     job.nodes.lose(node, job.now_s)
-    job.copies.lose(node.number)
+    job.copies.lose(node.number, node.host)
     job.out.put(do.Dismiss(node=node.number, why=cause.text))
 
 
@@ -174,7 +174,7 @@ def on_said(job: Job, event: ev.WorkerEvent) -> None:
         case ev.Refused(text=text, exit_code=exit_code):
             job.end(exit_code, text, None, event.rank)
         case ev.Copied(step=step, node=node) if job.nodes.get(node) is not None:
-            job.copies.kept(event.rank, step, node)
+            job.copies.kept(event.rank, step, node, event.stamp)
         case ev.Finished():
             known = replace(known, finished=True)
         case ev.Committed(step=step, sections=sections) if event.generation == known.generation:

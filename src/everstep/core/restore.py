@@ -67,11 +67,22 @@ def choose(
     if candidates[0][0] == 0:
         return 0, 0
     for position in candidates:
-        reached = {h.shard for h in held if _way(h, position) is not Decision.FETCH}
-        reached |= {shard for shard, steps in copied.items() if position[0] in steps}
-        if len(reached) == len(shards):
+        if not lacking(held, shards, position, copied):
             return position if position[0] > 0 else (0, 0)
     return None
+
+
+def lacking(
+    held: Collection[Holding],
+    shards: Collection[str],
+    position: Position,
+    copied: Mapping[str, Collection[int]],
+) -> set[str]:
+    """Those of `shards` that nobody reaches `position` with. The arguments are as `choose` has
+    them. Pure."""
+    reached = {h.shard for h in held if _way(h, position) is not Decision.FETCH}
+    reached |= {shard for shard, steps in copied.items() if position[0] in steps}
+    return set(shards) - reached
 
 
 def plan(

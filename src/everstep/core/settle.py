@@ -17,6 +17,7 @@ from everstep.core.handover import await_node, fill_slots, settle_gathering
 from everstep.core.job import COPY, Job, Phase
 from everstep.core.ladder import Incident, is_of_script
 from everstep.core.membership import Status
+from everstep.core.regain import awaits_copy, judge_found, nobody_came
 from everstep.core.restore import Lost, choose, name_position, plan
 from everstep.core.resume import settle_reconvening
 from everstep.core.severed import sever
@@ -35,6 +36,8 @@ def settle(job: Job) -> None:
     """Take every transition that has become possible; what follows from it goes to `job.out`."""
     if job.phase is Phase.RECONVENING:
         settle_reconvening(job)
+    if job.found:
+        judge_found(job)
     if job.phase is Phase.GATHERING:
         settle_gathering(job)
     if job.phase is Phase.SETTING_UP:
@@ -113,7 +116,7 @@ def _spawn_vacant(job: Job, *, joining: bool) -> None:
 
 def _settle_stop(job: Job) -> None:
     table = job.membership
-    if not table.any_survivor and not job.copies.by_shard(job.shards):
+    if not table.any_survivor and not job.copies.by_shard(job.shards, lost=True):
         _fall_back(job, "no process that held it is left", range(job.world_size))
         return
     _spawn_vacant(job, joining=True)
@@ -134,8 +137,11 @@ def _settle_stop(job: Job) -> None:
         copied = job.copies.by_shard(job.shards)
         job.chosen = choose(table.held, job.first_of, job.commits.newest, copied)
     if job.chosen is None:
-        _lose(job)
-    elif job.chosen[0] == 0:
+        if not awaits_copy(job):
+            _lose(job)
+        return
+    job.copy_deadline_s = None
+    if job.chosen[0] == 0:
         _fall_back(job, "no living rank holds a committed step", range(job.world_size))
     elif sever(job):
         if job.phase is Phase.STOPPING:
@@ -162,7 +168,7 @@ def _lose(job: Job) -> None:
     assert isinstance(outcome, Lost), outcome
     gone = set(outcome.shards)
     held_by = [rank for rank, said in job.protected.items() if said.shard in gone]
-    _fall_back(job, outcome.reason, held_by)
+    _fall_back(job, outcome.reason + nobody_came(job), held_by)
 
 
 def _fall_back(job: Job, reason: str, held_by: Iterable[int]) -> None:

@@ -28,7 +28,8 @@ def run_job(settings: RunSettings, view: View, *, plan: ZygotePlan | None = None
 async def _run(
     settings: RunSettings, view: View, plan: ZygotePlan, environ: Mapping[str, str]
 ) -> JobResult:
-    sweep(Path(settings.shm_dir))  # what dead jobs left
+    # What dead jobs left. The command may be started again on a host of a job that goes on.
+    sweep(Path(settings.shm_dir), settings.run_id if settings.on_nodes else "")
     # Each way imports what the other has no use for.
     if settings.on_nodes:
         from everstep.launch.supervisor import Supervisor

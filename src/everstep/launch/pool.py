@@ -4,8 +4,9 @@ host's own.
 Theory of operation: the launcher starts them with the job's secret in their environment, each the
 leader of a session, so that a terminal's Ctrl-C is the launcher's alone. All that an agent starts
 inherits a mark; when an agent ends, whatever of it is left is found by the mark and killed, as its
-host's power cut would have done, and its files in shared memory are removed. If the launcher is
-killed the kernel asks the agents to end, and they take their workers with them.
+host's power cut would have done. Its files in shared memory are removed, but for copies, which go
+with the job: an agent that is started by hand may adopt them. If the launcher is killed the kernel
+asks the agents to end, and they take their workers with them.
 
 It does not speak with agents (agent/remote.py), nor replace one that has ended: that is what spares
 are for.
@@ -99,6 +100,7 @@ class LocalAgents:
                 process.popen.kill()
                 await asyncio.wait_for(process.gone.wait(), 2 * END_TIMEOUT_S)
         await asyncio.gather(*self._burials)
+        sweep(Path(self._settings.shm_dir))
         processes.set_child_subreaper(self._was_subreaper)
 
     def _start(self, name: str, host: str, port: int) -> None:
@@ -151,7 +153,8 @@ class LocalAgents:
     async def _bury(self, process: _Process) -> None:
         code = process.popen.wait(timeout=END_TIMEOUT_S)
         await end_marked(process.mark)
-        sweep(Path(self._settings.shm_dir))
+        # While the job goes on, its copies stay for an agent that somebody starts instead.
+        sweep(Path(self._settings.shm_dir), self._settings.run_id)
         self._running.remove(process)
         process.gone.set()
         if not self._closing:

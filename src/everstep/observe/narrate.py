@@ -107,7 +107,11 @@ class Narrator:
             case "node_awaited":
                 ranks = name_ranks(record["ranks"])
                 return [f"no spare is left for {ranks}: waiting {record['wait_s']:g} s for a node"]
-            case "node_set_aside" | "coordinator_resumed":
+            case "copy_awaited":
+                ranks, hosts = name_ranks(record["ranks"]), " and ".join(record["hosts"])
+                left = f"the copies of {ranks} were in the memory of {hosts}, whose nodes are lost"
+                return [f"{left}: waiting {record['wait_s']:g} s for a node that comes back there"]
+            case "node_set_aside" | "coordinator_resumed" | "copies_found":
                 return [str(record["text"])]
             case "hang":
                 return [f"where all ranks stood is in {record['file']}"]

@@ -97,22 +97,31 @@ class Area:
             self.fd = -1
 
 
-def sweep(shm_dir: Path) -> list[str]:
+def sweep(shm_dir: Path, run_id: str = "") -> list[str]:
     """Remove the copies of jobs of which no agent lives on this host, and return their directories'
-    names. Those of other users and of living jobs stay."""
-    removed = []
-    for path in sorted(shm_dir.glob(PREFIX + "*")):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # gone meanwhile, another user's, or no directory: not ours to remove
-        try:
-            if os.fstat(fd).st_uid == os.geteuid() and alone(fd):
-                remove(path)
-                removed.append(path.name)
-        finally:
-            os.close(fd)
-    return removed
+    names. Those of other users, of living jobs, and of the run `run_id` stay."""
+    found = sorted(path for path in shm_dir.glob(PREFIX + "*") if path.name != PREFIX + run_id)
+    return [path.name for path in found if _remove_unheld(path)]
+
+
+def forget(shm_dir: Path, run_id: str) -> None:
+    """Remove the copies of one job, if none of its agents lives on this host."""
+    _remove_unheld(shm_dir / (PREFIX + run_id))
+
+
+def _remove_unheld(path: Path) -> bool:
+    """Remove a job's directory that nobody holds. Returns whether it is removed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False  # gone meanwhile, another user's, or no directory: not ours to remove
+    try:
+        ours = os.fstat(fd).st_uid == os.geteuid() and alone(fd)
+        if ours:
+            remove(path)
+        return ours
+    finally:
+        os.close(fd)
 
 
 def enter(directory: Path) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.core.hang import Evidence
-from everstep.types import Cause
+from everstep.types import Cause, HeldCopy, Stamp
 from everstep.wire.bulk import Offer
 from everstep.wire.messages import (
     ChaosSpec,
@@ -245,7 +245,14 @@ class Drop(Message):
     generation: int
 
 
-CopyOrder = Keepers | Take | Secured | Lend | Missing | Drop
+class Judged(Message):
+    """Of the copies that you have found when you joined, the job has a use for those in `keep`.
+    Unlike other words about copies it is of no generation."""
+
+    keep: tuple[HeldCopy, ...]
+
+
+CopyOrder = Keepers | Take | Secured | Lend | Missing | Drop | Judged
 
 ToNode = (
     Welcome
@@ -305,8 +312,8 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent knows that has lost its coordinator. `term`: of that one. `node`: the number it
     had. `slot`: -1 without one. `peers`: the nodes of the newest `Peers` that it got. `members`:
-    its living workers. `ended`: its dead ones, the newest of each rank. `copies`: (rank, step) of
-    the copies in its memory. `listens`: as it was when it joined. `run_id`: of the run in which all
+    its living workers. `ended`: its dead ones, the newest of each rank. `copies`: those in its
+    memory. `listens`: as it was when it joined. `run_id`: of the run in which all
     that was. Times are on its own clock.
 
     The following comes before it, in parts that the coordinator puts together (`Keeps`,
@@ -321,7 +328,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[int, ...]
     members: tuple[MemberReport, ...]
     ended: tuple[Died, ...]
-    copies: tuple[tuple[int, int], ...]
+    copies: tuple[HeldCopy, ...]
     listens: Listens | None = None
     run_id: str = ""
     kept: dict[int, tuple[tuple[int, Keepsake], ...]] = msgspec.field(default_factory=dict)
@@ -365,10 +372,13 @@ class Register(Message):
 
 class Joined(Message):
     """The node has imported what the script imports and is ready to fork. `script_digest`: of the
-    script's text as it is here, "" for a module. `listens`: None where nobody can try."""
+    script's text as it is here, "" for a module. `listens`: None where nobody can try. `found`: the
+    copies that an agent of the same job has left in this host's memory; they are kept until
+    `Judged` comes."""
 
     script_digest: str
     listens: Listens | None = None
+    found: tuple[HeldCopy, ...] = ()
 
 
 class Probed(Message):
@@ -432,12 +442,14 @@ class Offered(Message):
 
 
 class Took(Message):
-    """A copy of `rank` at `step` is complete on this node. `incarnation`: of its writer."""
+    """A copy of `rank` at `step` is complete on this node. `incarnation`: of its writer. `stamp`:
+    by which it is known again; its generation may be an older one than that of this message."""
 
     rank: int
     incarnation: int
     generation: int
     step: int
+    stamp: Stamp | None = None
 
 
 class Untaken(Message):

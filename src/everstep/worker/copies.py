@@ -176,9 +176,10 @@ class Copies:
         room = -(-(len(rest) + 8) // _REST_STEP_BYTES) * _REST_STEP_BYTES
         tensors = [_tensor(spec, tensor) for spec, tensor in replicas]
         tensors.append(Tensor(name=_REST, dtype="torch.uint8", item_bytes=1, shape=(room,)))
-        layout = Layout(tensors)
+        layout = snapshot.layout_of(tuple(tensors))
         path = self._area(step, layout.nbytes, generation, kept)
-        manifest = self._fill(path, layout, state, step, replicas, rest, room)
+        about = self._about(state, step, generation)
+        manifest = self._fill(path, layout, about, replicas, rest, room)
         turn = self._control.next_turn()
         self._control.send(
             messages.Shelved(
@@ -203,23 +204,25 @@ class Copies:
             raise UserError(answer.refusal)
         return answer.path
 
-    def _fill(
-        self,
-        path: str,
-        layout: Layout,
-        state: State,
-        step: int,
-        replicas: list[tuple[Spec, torch.Tensor]],
-        rest: bytes,
-        room: int,
-    ) -> Manifest:
-        about = snapshot.About(
+    def _about(self, state: State, step: int, generation: int) -> snapshot.About:
+        return snapshot.About(
             run_id=self._spec.run_id,
             rank=self._spec.rank,
             world=self._spec.world_size,
             shard=state.shard,
             step=step,
+            generation=generation,
         )
+
+    def _fill(
+        self,
+        path: str,
+        layout: Layout,
+        about: snapshot.About,
+        replicas: list[tuple[Spec, torch.Tensor]],
+        rest: bytes,
+        room: int,
+    ) -> Manifest:
         raw = {spec.name: codec.tensor_bytes(_plain(tensor)) for spec, tensor in replicas}
         buffers = {name: codec.buffer_of(data) for name, data in raw.items()}
         framed = len(rest).to_bytes(8, "little") + rest
