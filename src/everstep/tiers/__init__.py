@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from everstep.tiers.settings import TierSettings
 
 if TYPE_CHECKING:
-    from everstep.tiers.dcp import TieredReader, TieredWriter, load
+    from everstep.tiers.dcp import TieredReader, TieredWriter, load_newest
 
-__all__ = ["TierSettings", "TieredReader", "TieredWriter", "load"]
+__all__ = ["TierSettings", "TieredReader", "TieredWriter", "load_newest"]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,13 +47,13 @@ from everstep.tiers.lanes import Contents, Save
 from everstep.tiers.names import Attempt
 from everstep.tiers.origin import origin
 from everstep.tiers.policy import Order, Wish
-from everstep.tiers.resharding import TieredReader, load
+from everstep.tiers.resharding import TieredReader, load_newest
 from everstep.tiers.saver import Saver
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.stack import Stack
 from everstep.tiers.steps import step_of
 
-__all__ = ["TieredReader", "TieredWriter", "load"]
+__all__ = ["TieredReader", "TieredWriter", "load_newest"]
 
 _MAX_KEY = 1024
 _SAVERS: dict[TierSettings, Saver] = {}

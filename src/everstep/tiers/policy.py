@@ -132,7 +132,8 @@ def decide(
             displaced |= dict.fromkeys((tier, name) for each in standing for name in each.waiting)
     skipped = busy if settings.on_busy == "skip" else []
     cards = tuple(sorted({wish.card for wish in wishes if wish.card}))
-    known = {(f.attempt, f.tier): f for wish in wishes for f in sorted(wish.known, reverse=True)}
+    every = sorted(failure for wish in wishes for failure in wish.known)
+    known = {(f.attempt, f.tier): f for f in every}  # of two, that which knows whose it was
     failures = sorted(f for f in known.values() if f.attempt not in raised)
     return Order(
         step=wishes[0].step,

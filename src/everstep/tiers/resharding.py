@@ -8,7 +8,7 @@ through memory of our own, a bounded part of all at a time.
 
 Which checkpoint is loaded, one rank decides: each finds the newest by itself, the coordinator's
 word goes out with the plans, and who has found another one (a save has just been committed) plans
-anew. `load` does that first, and takes an older step when a part proves lost to any rank.
+anew. `load_newest` does that first, and takes an older step when a part proves lost to any rank.
 
 Values come back as data. The default planner would unpickle what it is handed, so they are put
 into the state here; a planner that wants to see them gets them as it expects.
@@ -57,11 +57,17 @@ _BATCH_BYTES = 256 << 20
 
 
 def runs(
-    shape: Sequence[int], place: Sequence[int], size: Sequence[int], item_bytes: int
+    shape: Sequence[int],
+    place: Sequence[int],
+    size: Sequence[int],
+    item_bytes: int,
+    *,
+    far: int = BLOCK_BYTES,
 ) -> tuple[list[tuple[int, int]], bool]:
     """Where the box of `size` at `place` lies in a tensor of `shape`: first byte and length of each
     run; and whether they are dense: the box and nothing else. Otherwise it is one run, from the
-    first byte of the box to its last. Nothing is empty. Pure."""
+    first byte of the box to its last. Runs are apart where `far` bytes or more lie between. Nothing
+    is empty. Pure."""
     stride = [math.prod(shape[dim + 1 :]) * item_bytes for dim in range(len(shape))]
     whole = len(shape)  # dimensions from here on are taken whole
     while whole and size[whole - 1] == shape[whole - 1]:
@@ -73,7 +79,7 @@ def runs(
     if count == 1:
         return [(first, length)], True
     gap = stride[outer - 1] - length
-    if gap >= BLOCK_BYTES:
+    if gap >= far:
         return [(start, length) for start in _starts(first, size[:outer], stride)], True
     last = first + sum((n - 1) * step for n, step in zip(size[:outer], stride[:outer], strict=True))
     return [(first, last + length - first)], False
@@ -326,7 +332,7 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
     return Metadata(state_dict_metadata=found, planner_data=paths)
 
 
-def load(
+def load_newest(
     state: dict[str, Any],
     settings: TierSettings,
     *,

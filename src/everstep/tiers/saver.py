@@ -212,9 +212,13 @@ class Hooks:
 
     def close(self, grace_s: float) -> None:
         """Wait for the calls that are to be made, up to `grace_s`."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(grace_s)
+        if self._thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=grace_s)
+        except queue.Full:
+            return  # it is a daemon, and one call alone has taken all of the grace
+        self._thread.join(grace_s)
 
     def _run(self) -> None:
         settings = self._settings
@@ -226,7 +230,7 @@ class Hooks:
                 _warn(trouble)
 
 
-def _nothing(checkpoint: Checkpoint) -> None:  # noqa: ARG001
+def _nothing(checkpoint: Checkpoint) -> None:
     """Nobody is told of it."""
 
 
