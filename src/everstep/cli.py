@@ -6,6 +6,7 @@ start."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -55,17 +56,10 @@ def main() -> None:
 
 
 def _run_options(command: Command) -> Command:
-    """The options of `run` and `prove`, and the script behind them."""
+    """The options of `run`, `prove` and `coordinator`, and the script behind them."""
     decorators = [
         click.option(
             "--nproc-per-node", type=int, metavar="N", help="Workers to start, one rank each. [1]"
-        ),
-        click.option(
-            "--local-nodes",
-            type=int,
-            metavar="N",
-            help="Nodes to start here, each a process tree of its own with --nproc-per-node ranks. "
-            "[0: none but this]",
         ),
         click.option(
             "--nnodes", type=int, metavar="N", help="Hosts that the job needs, one node each. [1]"
@@ -143,6 +137,13 @@ def _run_options(command: Command) -> Command:
     return command
 
 
+_local_nodes_option = click.option(
+    "--local-nodes",
+    type=int,
+    metavar="N",
+    help="Nodes to start here, each a process tree of its own with --nproc-per-node ranks. "
+    "[0: none but this]",
+)
 _chaos_option = click.option(
     "--chaos",
     multiple=True,
@@ -156,6 +157,7 @@ _chaos_option = click.option(
     "--dry-run", is_flag=True, help="Check everything, print what would be run, start nothing."
 )
 @_chaos_option
+@_local_nodes_option
 @_run_options
 def run(dry_run: bool, **options: Any) -> None:
     """Run SCRIPT on every rank, and go on when one of them fails.
@@ -202,6 +204,7 @@ def run(dry_run: bool, **options: Any) -> None:
     metavar="FILE",
     help="Write the verdict and the incidents' times to FILE.",
 )
+@_local_nodes_option
 @_run_options
 def prove(faults: tuple[str, ...], json_path: str | None, **options: Any) -> None:
     """Prove that SCRIPT recovers to the same bits.
@@ -279,6 +282,7 @@ def coordinator(**options: Any) -> None:
     help="Seconds from SIGTERM to SIGKILL of its workers when it is asked to end. [5]",
 )
 @click.option("--config", metavar="FILE", help="Settings file. [everstep.toml, if there]")
+@click.option("--quiet", is_flag=True, default=None, help="Say nothing but errors.")
 def agent(
     coordinator: str | None,
     run_id: str | None,
@@ -289,6 +293,7 @@ def agent(
     ports: str | None,
     grace_s: float | None,
     config: str | None,
+    quiet: bool | None,
 ) -> None:
     """Be a node of a job: run the workers that its coordinator asks for.
 
@@ -303,6 +308,7 @@ def agent(
         "interface": interface,
         "ports": ports,
         "grace_s": grace_s,
+        "quiet": quiet,
     }
     file = Path(config) if config else None
     settings, _ = resolve(options, os.environ, file, only=OF_AGENTS)
@@ -337,6 +343,7 @@ def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
     wanted = AgentSettings(
         coordinator=endpoint(settings.coordinator) if settings.coordinator else ("", 0),
         where=None if finder is None else _where(finder),
+        say=_say_nothing if settings.quiet else _say_if_heard,
         name=name or f"{machine}-{os.getpid()}",
         host=machine,
         domain=settings.domain,
@@ -509,6 +516,16 @@ def _say(text: str) -> None:
     click.echo(f"everstep: {text}", err=True)
 
 
+def _say_if_heard(text: str) -> None:
+    """For a process that must live on when its terminal is gone."""
+    with contextlib.suppress(OSError):
+        _say(text)
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
 @main.group()
 def config() -> None:
     """What the settings are and where they come from."""
@@ -604,7 +621,15 @@ def _coordinates(settings: RunSettings) -> bool:
     host, port = endpoint(settings.coordinator)
     if not has_address(host):
         return False  # not yet: the agent looks it up at each attempt
-    return can_listen(numeric(host, alone=settings.nnodes == 1), port)
+    address = numeric(host, alone=settings.nnodes == 1)
+    if can_listen(address, port):
+        return True
+    if can_listen(address, 0) and not settings.quiet:
+        _say(
+            f"somebody listens at {settings.coordinator} on this host already, so this is a node "
+            "of the job there; for a job of its own choose another port in --coordinator"
+        )
+    return False
 
 
 def _run(settings: RunSettings, off: bool) -> int:

@@ -93,9 +93,9 @@ class CoordinatorShell:
         """The job that was taken over waits for its nodes."""
         return self._core.reconvenes
 
-    def stop_asked(self, signal: int) -> None:
-        """A person or the system wants the job to end."""
-        self._feed(events.StopAsked(signal=signal))
+    def stop_asked(self, signal: int, by: str = "") -> None:
+        """A person or the system wants the job to end. `by`: as events.StopAsked has it."""
+        self._feed(events.StopAsked(signal=signal, by=by))
 
     def died(self, rank: int, incarnation: int, cause: Cause, *, before_kill: bool = False) -> None:
         """A worker is gone, its session killed and reaped, and all it had written has been given to

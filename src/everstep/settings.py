@@ -54,6 +54,7 @@ OF_AGENTS = (
     "join_nodes_timeout_s",
     "coordinator_timeout_s",
     "rejoin_timeout_s",
+    "quiet",
 )
 """The settings that an agent has of its own; all others are the job's."""
 _SECRETS = ("EVERSTEP_SECRET", "EVERSTEP_SECRET_FILE")

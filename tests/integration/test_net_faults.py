@@ -108,3 +108,13 @@ def test_a_moment_a_while_and_for_ever(tmp_path: Path) -> None:
         assert [record["text"] for record in job.of("fault_fired")] == list(faults)
         assert [r["cause"]["fault"] for r in job.of("incident_opened")] == list(faults[1:])
         job.assert_one_history(clean)
+        said = "\n".join(lab.log(host).read_text() for host in OTHERS)
+    for words in (
+        "this node looks for its coordinator at 10.79.32.11:29400",
+        "of run job, and ready; a spare until it is given a slot",
+        "fault on purpose: no network for 2.5 s",
+        "fault on purpose: the network is back",
+        "the job has gone on without this node",
+        "the job is over, with exit code 0",
+    ):
+        assert words in said, said

@@ -115,6 +115,9 @@ def test_a_person_looks_reads_and_stops_the_job(job: Job) -> None:
         assert (read.returncode, read.stderr) == (0, "")
         (line,) = read.stdout.splitlines()
         assert line.startswith("[rank2] rank 2 set up")
+        refused = person.types("logs", "--rank", "4")
+        assert refused.returncode == 2
+        assert "the job has ranks 0-3, and not rank 4" in refused.stderr
         stopped = person.types("stop")
         assert stopped.returncode == 0, stopped.stderr
         assert "run looked-at is asked to end\n" in stopped.stderr
@@ -123,7 +126,7 @@ def test_a_person_looks_reads_and_stops_the_job(job: Job) -> None:
     person.begins(act, step=5)
     result = job.run()
     person.done()
-    assert (result.exit_code, result.text) == (130, "the job was asked to end by SIGINT")
+    assert (result.exit_code, result.text) == (130, "the job was asked to end by `everstep stop`")
     (note,) = (r for r in job.of("note") if r["key"].startswith("stop-asked"))
     assert "has asked the job to end (everstep stop)" in note["text"]
 
@@ -242,7 +245,7 @@ def test_an_agent_that_is_asked_to_end_is_replaced_at_once(
     (opened,) = job.of("incident_opened")
     text = opened["cause"]["text"]
     assert f"its agent was asked to end by {signal.Signals(signals[0]).name}" in text
-    assert "ranks 2, 3" in text
+    assert " left, and ranks 2, 3 with it: " in text
     assert job.of("incident_cause") == []  # its workers' deaths are no failures
 
 

@@ -3,6 +3,7 @@ does not end it."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,6 +77,10 @@ class NodeOnPaper:
 
     def launch(self, *_: Any) -> None: ...
 
+    def dismiss(self, why: str) -> None: ...
+
+    def hurry(self) -> None: ...
+
     def copies_held(self) -> tuple[HeldCopy, ...]:
         return ()
 
@@ -97,10 +102,12 @@ def settings(folder: Path, where: Where | None = None) -> AgentSettings:
     )
 
 
-def begun(paper: Paper, folder: Path) -> Tenure:
-    """A tenure that has joined as node 7 and has one worker, rank 0."""
+def begun(paper: Paper, folder: Path, said: list[str] | None = None) -> Tenure:
+    """A tenure that has joined as node 7 and has one worker, rank 0. `said`: to whoever started
+    it."""
+    told = [] if said is None else said
     tenure = Tenure(
-        settings(folder),
+        dataclasses.replace(settings(folder), say=told.append),
         {},
         cast(Link[nodes.ToNode], paper),
         cast(Neighbours, paper),
@@ -115,6 +122,29 @@ def begun(paper: Paper, folder: Path) -> Tenure:
     tenure.take(nodes.Launch(spec=spec(0), environment={}, delay_s=0.0))
     tenure.take(nodes.Tell(to=((0, 1),), message=m.Go()))
     return tenure
+
+
+@on_a_loop
+async def test_a_person_is_told_what_becomes_of_the_node(paper: Paper, tmp_path: Path) -> None:
+    said: list[str] = []
+    tenure = begun(paper, tmp_path, said)
+    assert said == ["node 7 holds slot 0: ranks 0, 1"]
+    tenure.take(nodes.Launch(spec=spec(1), environment={}, delay_s=0.0))
+    tenure.lost("it broke")
+    tenure.take(nodes.Displaced(why="too late"))
+    assert said[1:] == [
+        "the coordinator is gone (it broke); the workers go on, and one is looked for for 60 s",
+        "the job has gone on without this node (too late), which joins anew",
+    ]
+
+
+@on_a_loop
+async def test_a_person_is_told_the_end_once(paper: Paper, tmp_path: Path) -> None:
+    said: list[str] = []
+    tenure = begun(paper, tmp_path, said)
+    for wait_s in (1.0, 0.0):
+        tenure.take(nodes.Finish(terminate=False, wait_s=wait_s, exit_code=3))
+    assert said[1:] == ["the job is over, with exit code 3"]
 
 
 @pytest.fixture

@@ -582,7 +582,7 @@ def test_the_first_free_port_of_the_range_is_taken() -> None:
         listener = Listener(host=HOST, ports=[port, free], key=KEY, on_refused=lambda *_: None)
         assert listener.port == free
         listener.close()
-        with pytest.raises(UserError, match=f"no port of {port} is free"):
+        with pytest.raises(UserError, match=f"port {port} is not free"):
             Listener(host=HOST, ports=[port], key=KEY, on_refused=lambda *_: None)
     with pytest.raises(UserError, match=r"192\.0\.2\.1"):
         Listener(host="192.0.2.1", ports=[0], key=KEY, on_refused=lambda *_: None)

@@ -80,6 +80,12 @@ def test_the_version_and_help() -> None:
         assert command in result.output
 
 
+def test_the_coordinator_of_hosts_offers_no_nodes_here() -> None:
+    assert "--local-nodes" in everstep("run", "--help").output
+    assert "--local-nodes" in everstep("prove", "--help").output
+    assert "--local-nodes" not in everstep("coordinator", "--help").output
+
+
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(SOURCES)}
     command = [sys.executable, *arguments]
@@ -196,6 +202,26 @@ def test_hosts_of_their_own(backend: Backend, monkeypatch: pytest.MonkeyPatch) -
     assert (first.coordinator, first.domain) == (("192.0.2.1", 29400), "rack=r1")
     assert (given, "EVERSTEP_SECRET" in environ) == (secret, False)
     assert second.name == "n"
+
+
+def test_a_node_says_what_it_does_unless_it_is_to_be_quiet(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_agent(settings: Any, secret: Any, environ: Mapping[str, str]) -> int:
+        settings.say("ready")
+        return 0
+
+    monkeypatch.setattr("everstep.agent.agent.run_agent", run_agent)
+    monkeypatch.setenv("EVERSTEP_SECRET", make_secret().reveal())
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        where = f"127.0.0.1:{other.getsockname()[1]}"
+        run = ["run", "--nnodes", "1", "--coordinator", where]
+        said = everstep(*run, "train.py").stderr
+        assert f"somebody listens at {where} on this host already, so this is a node of" in said
+        assert said.endswith("everstep: ready\n")
+        assert everstep("agent", "--coordinator", where).stderr == "everstep: ready\n"
+        assert everstep(*run, "--quiet", "train.py").stderr == ""
+        assert everstep("agent", "--coordinator", where, "--quiet").stderr == ""
 
 
 def test_a_secret_is_written_for_its_owner_alone(tmp_path: Path) -> None:

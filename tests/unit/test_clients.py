@@ -17,7 +17,7 @@ from everstep.agent.desk import Desk, RecentLines
 from everstep.agent.fleet import Fleet
 from everstep.agent.remote import CutOffError
 from everstep.core.actions import End
-from everstep.errors import TransientError
+from everstep.errors import TransientError, UserError
 from everstep.launch.client import (
     _QUEUED,
     Contact,
@@ -227,11 +227,9 @@ def test_lines_of_all_of_some_ranks_and_the_newest() -> None:
         assert await client.logs(tail=2) == ["line 5", "note: look"]
         assert await client.logs(1, tail=1) == ["line 4"]
         assert await client.logs(tail=0) == []
-        assert await client.logs(7, 1) == [
-            "the job has ranks 0-3, and not rank 7",
-            "line 1",
-            "line 4",
-        ]
+        for follow in (False, True):
+            with pytest.raises(UserError, match="the job has ranks 0-3, and not rank 7"):
+                await client.logs(7, 1, follow=follow)
 
     play(act)
 

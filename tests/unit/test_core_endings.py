@@ -9,6 +9,7 @@ from tests.unit.core_driver import Driver, broken, early, killed, raised
 
 from everstep.core import actions as do
 from everstep.core import events as ev
+from everstep.core.words import STOP_COMMAND
 from everstep.types import Cause, CauseKind
 
 # -------------------------------------------------------------------- closing
@@ -522,11 +523,12 @@ def test_torn_state_is_lost_state() -> None:
     assert "shard 'all' is torn on rank 1, and nobody else holds it" in driver.ended.text
 
 
-def test_a_person_may_end_the_job() -> None:
+@pytest.mark.parametrize(("by", "said"), [("", "SIGTERM"), (STOP_COMMAND, "`everstep stop`")])
+def test_a_person_may_end_the_job(by: str, said: str) -> None:
     driver = Driver(2).running(4)
-    driver.tell(ev.StopAsked(signal=15))
+    driver.tell(ev.StopAsked(signal=15, by=by))
     assert driver.ended.exit_code == 143
-    assert driver.ended.text == "the job was asked to end by SIGTERM"
+    assert driver.ended.text == f"the job was asked to end by {said}"
 
 
 def test_the_end_is_in_the_journal_with_its_cause() -> None:

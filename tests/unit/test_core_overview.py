@@ -7,7 +7,7 @@ from tests.unit.core_driver import Driver, killed
 from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.nodes import Layout
-from everstep.core.overview import VACANT, Overview
+from everstep.core.overview import AWAITING, VACANT, Overview
 from everstep.types import Cause, CauseKind
 
 LOST = Cause(kind=CauseKind.NODE, text="its connection closed", signature="node lost")
@@ -95,7 +95,7 @@ def test_nodes_have_their_slots_and_a_lost_one_without_a_spare_is_missing() -> N
     seen = look(driver)
     assert [n.node for n in seen.nodes] == [0]
     assert [(m.slot, m.lost) for m in seen.missing] == [(1, "node 1 (host h1)")]
-    assert seen.wait_s == 20.0
+    assert (seen.phase, seen.wait_s) == (AWAITING, 20.0)
     assert [(r.node, r.state) for r in seen.ranks] == [
         (0, "parked"),
         (0, "parked"),
@@ -103,7 +103,7 @@ def test_nodes_have_their_slots_and_a_lost_one_without_a_spare_is_missing() -> N
         (None, VACANT),
     ]
     join(driver, 7)
-    assert look(driver).missing == ()
+    assert (look(driver).phase, look(driver).missing) == ("stopping", ())
     assert [(n.node, n.slot) for n in look(driver).nodes] == [(0, 0), (7, 1)]
 
 

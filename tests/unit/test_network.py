@@ -580,7 +580,7 @@ async def test_the_first_free_port_of_the_range_is_taken() -> None:
     with socket.create_server((LOCAL, base)):
         hub = HubCase(news, ports=range(base, base + 20))
         assert base < hub.hub.port < base + 20
-        with pytest.raises(UserError, match=f"no port of {base} is free"):
+        with pytest.raises(UserError, match=f"port {base} is not free"):
             HubCase(news, ports=range(base, base + 1))
         hub.hub.close()
 

@@ -218,7 +218,10 @@ def test_before_the_first_commit_nothing_is_gone(tmp_path: Path) -> None:
     assert "  incidents  1 (1 stop), 0 steps lost" in lines
 
 
-@pytest.mark.parametrize(("code", "name"), [(130, "SIGINT"), (143, "SIGTERM"), (129, "SIGHUP")])
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [(130, "SIGINT"), (143, "SIGTERM"), (129, "SIGHUP"), (130, "`everstep stop`")],
+)
 def test_a_run_that_a_person_stopped_has_not_failed(code: int, name: str, tmp_path: Path) -> None:
     text = f"the job was asked to end by {name}"
     lines = reported(tmp_path, [*journals.begin(), *journals.end(2.0, exit_code=code, text=text)])

@@ -70,9 +70,12 @@ def test_nodes_of_a_journal() -> None:
     assert [n.node for n in after.overview.nodes] == [0, 1]
     assert [(m.slot, m.ranks) for m in after.overview.missing] == [(1, "ranks 2, 3")]
     assert "slot 1 (ranks 2, 3), which node 2 (host h2) had" in shown(after)
+    awaited = record(4.05, "node_awaited", incident=1, ranks=[2, 3], wait_s=300.0)
+    waiting = status_of([*begun, *steps(1, 2, 1.0), opened(4.0, rank=2), lost, awaited])
+    assert waiting.overview.phase == "waiting for a node"
     replaced = record(4.1, "node_replaced", slot=1, lost=2, node=1, host="h1", reason="")
-    again = status_of([*begun, *steps(1, 2, 1.0), opened(4.0, rank=2), lost, replaced])
-    assert again.overview.missing == ()
+    again = status_of([*begun, *steps(1, 2, 1.0), opened(4.0, rank=2), lost, awaited, replaced])
+    assert (again.overview.phase, again.overview.missing) == ("regrouping", ())
     assert [(n.node, n.slot) for n in again.overview.nodes] == [(0, 0), (1, 1)]
 
 

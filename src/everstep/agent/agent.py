@@ -32,10 +32,12 @@ from everstep.agent.peering import Peering, events_for
 from everstep.agent.tenure import Tenure
 from everstep.agent.terms import AgentSettings, Ending
 from everstep.chaos import OF_NETWORK
+from everstep.core.words import name_signal
 from everstep.errors import TransientError, UserError
 from everstep.shm.files import forget
 from everstep.wire import nodes
 from everstep.wire.network import Link
+from everstep.wire.plumbing import address_text
 from everstep.wire.secret import Secret
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -66,6 +68,7 @@ class _Agent:
         self._run_id = ""  # in which its last tenure was
         self._outage: Outage | None = None
         self._outage_ends: asyncio.TimerHandle | None = None
+        self._say = settings.say
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -84,6 +87,7 @@ class _Agent:
             on_read=self._read,
             find=None if self._settings.where is None else self._find,
         )
+        self._say(f"this node looks for its coordinator{self._place()}")
         neighbours: Neighbours | None = None
         try:
             while True:
@@ -112,6 +116,11 @@ class _Agent:
                 forget(self._settings.shm_dir, self._run_id)
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+
+    def _place(self) -> str:
+        if self._settings.where is not None:
+            return ", and asks the job's lease where it is"
+        return f" at {address_text(*self._settings.coordinator)}"
 
     async def _until_joined(self) -> None:
         limit_s = self._settings.join_timeout_s
@@ -200,6 +209,7 @@ class _Agent:
             self._outage_ends.cancel()
             self._outage_ends = None
         self._outage = self._outage or Outage(self._devices())
+        self._say(f"fault on purpose: no network{f' for {lasts_s:g} s' if lasts_s else ''}")
         if lasts_s:
             loop = asyncio.get_running_loop()
             self._outage_ends = loop.call_later(lasts_s, self._end_outage)
@@ -210,6 +220,7 @@ class _Agent:
         self._outage_ends.cancel()
         outage, self._outage, self._outage_ends = self._outage, None, None
         outage.end()
+        self._say("fault on purpose: the network is back")
 
     def _lost(self, why: str) -> None:
         self._joined.clear()
@@ -218,6 +229,7 @@ class _Agent:
 
     def _waiting(self, why: str) -> None:
         self._why_not = why
+        self._say(f"{why}; trying again")
         if self._tenure is not None:
             self._tenure.waiting(why)
 
@@ -236,6 +248,7 @@ class _Agent:
         else:
             self._tenure.leave_word(number, wait_s)
         self._leaving = number
+        self._say(f"asked to end by {name_signal(number)}: this node leaves the job")
         if self._tenure is not None:
             self._tenure.end(Ending(terminate=True, wait_s=wait_s, exit_code=128 + number))
 

@@ -239,24 +239,26 @@ class Desk:
         self.lost(peer)  # what it was reading
         self._clients.add(peer)
         ranks = frozenset(asked.ranks)
+        if objection := self._objection(ranks):
+            self._outgoing.send(peer, clients.Declined(text=objection))
+            return
         at = asked.after if asked.source == self._recent.source else 0
         if at == 0 and asked.tail >= 0:
             at = self._recent.tail(asked.tail, ranks)
         until = None if asked.follow else self._recent.end
         self._readers[peer] = reader = _Reader(peer=peer, ranks=ranks, at=at, until=until)
-        self._send(peer, self._objection(ranks), last=False)  # heard, though there may be nothing
+        self._send(peer, [], last=False)  # heard, though there may be nothing
         self._look(reader)
 
-    def _objection(self, ranks: Collection[int]) -> list[Line]:
-        """What is wrong with the question, as a line of our own."""
+    def _objection(self, ranks: Collection[int]) -> str:
+        """What is wrong with the question; "" if nothing is."""
         if not ranks:
-            return []
+            return ""
         world_size = self._fleet.overview().world_size
         unknown = [rank for rank in ranks if not 0 <= rank < world_size]
         if not unknown:
-            return []
-        text = f"the job has {name_ranks(range(world_size))}, and not {name_ranks(unknown)}"
-        return [Line(0, 0, clients.OWN, 0, "stderr", text)]
+            return ""
+        return f"the job has {name_ranks(range(world_size))}, and not {name_ranks(unknown)}"
 
     def _look(self, reader: _Reader) -> None:
         """Serve a reader, and look again later unless that was all."""

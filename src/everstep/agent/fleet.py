@@ -26,6 +26,7 @@ from everstep.coordinator import CoordinatorShell
 from everstep.core import actions, events
 from everstep.core.hang import Evidence
 from everstep.core.overview import Overview
+from everstep.core.words import STOP_COMMAND, name_signal
 from everstep.effects import Core
 from everstep.errors import EverstepError
 from everstep.keepsakes import Heritage
@@ -142,26 +143,27 @@ class Fleet:
         """Do nothing more for the job, which goes on."""
         self._shell.stop()
 
-    def stop_asked(self, number: int) -> None:
-        """Signal `number` asks the job to end: the first time in order, the second time at once."""
+    def stop_asked(self, number: int, by: str = "") -> None:
+        """Signal `number`, or something like it (`by`, in words), asks the job to end: the first
+        time in order, the second time at once."""
         if self._asked_by is not None:
-            self._shell.stop_asked(number)
+            self._shell.stop_asked(number, by)
             for node in self._nodes.values():
                 node.hurry()
             return
         self._asked_by = number
         if self._started:
-            self._shell.stop_asked(number)
+            self._shell.stop_asked(number, by)
         else:
-            text = f"asked to end by {signal.Signals(number).name} before any worker was started"
+            text = f"asked to end by {by or name_signal(number)} before any worker was started"
             self.end(actions.End(exit_code=128 + number, text=text))
 
     def end_asked(self, *, now: bool) -> None:
         """A person asks from elsewhere that the job end, as by SIGINT; `now`: as by two."""
         if self._asked_by is None:
-            self.stop_asked(signal.SIGINT)
+            self.stop_asked(signal.SIGINT, STOP_COMMAND)
         if now:
-            self.stop_asked(signal.SIGINT)
+            self.stop_asked(signal.SIGINT, STOP_COMMAND)
 
     def overview(self) -> Overview:
         """What the job is doing."""

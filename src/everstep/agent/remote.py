@@ -25,7 +25,7 @@ from everstep.agent.fleet import Fleet, LeaveError
 from everstep.agent.parts import Parts
 from everstep.agent.preflight import Plan, Preflight, Station
 from everstep.agent.remote_node import RemoteNode, tell_owner
-from everstep.core.words import name_signal
+from everstep.core.words import NODE_LEFT, name_signal
 from everstep.errors import TransientError, UserError
 from everstep.types import TERM_STRIDE, Cause, CauseKind, Record
 from everstep.wire import nodes
@@ -397,7 +397,7 @@ class Registry:
         """Its node is lost, and that it still ends its workers concerns nobody: its place is free
         at once."""
         why = f"its agent was asked to end by {name_signal(leaving.signal)}"
-        self._lost(peer, why)
+        self._lost(peer, why, signature=NODE_LEFT)
         self._leaving[peer] = node
 
     def _cut_off(self) -> None:
@@ -409,7 +409,7 @@ class Registry:
                 )
             )
 
-    def _lost(self, peer: int, why: str) -> None:
+    def _lost(self, peer: int, why: str, *, signature: str = "node lost") -> None:
         self._forget(peer)
         self._leaving.pop(peer, None)
         node = self._nodes.pop(peer, None)
@@ -419,7 +419,7 @@ class Registry:
         self._untold.pop(node.number, None)
         self._preflight.lost(node.number)
         if not self._fleet.ended.done():
-            cause = Cause(kind=CauseKind.NODE, text=why, signature="node lost")
+            cause = Cause(kind=CauseKind.NODE, text=why, signature=signature)
             self._fleet.lost(node.number, cause)
 
     def _dismiss(self, peer: int, why: str) -> None:

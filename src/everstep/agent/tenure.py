@@ -29,6 +29,7 @@ from everstep.agent.reach import Reach
 from everstep.agent.shipping import Dock
 from everstep.agent.terms import AgentSettings, Ending
 from everstep.core.hang import Evidence
+from everstep.core.words import name_ranks
 from everstep.errors import EverstepError, TransientError, UserError
 from everstep.types import Cause
 from everstep.wire import nodes
@@ -68,6 +69,8 @@ class Tenure:
         self._absence: asyncio.TimerHandle | None = None  # its end, while it lasts
         self._why_not = ""  # why it lasts, as far as known
         self._opening: asyncio.Task[None] | None = None
+        self._slot = -1
+        self._say = settings.say
         self._asked_s = 0.0
         self._offset_s = 0.0
         self._unsent_lines = 0
@@ -149,6 +152,8 @@ class Tenure:
             limit_s = self._settings.coordinator_timeout_s
             loop = asyncio.get_running_loop()
             self._absence = loop.call_later(limit_s, self._give_up, why)
+            said = f"the coordinator is gone ({why}); the workers go on, and one is looked for"
+            self._say(f"{said} for {limit_s:g} s")
             if self._memoirs.disturbed:
                 self._park()
 
@@ -215,6 +220,7 @@ class Tenure:
             case nodes.Welcome():
                 self._welcomed(message)
             case nodes.Displaced(why=why):
+                self._say(f"the job has gone on without this node ({why}), which joins anew")
                 self._leave(f"the job has gone on without this node: {why}")
             case nodes.Refuse(text=text):
                 self.end(Ending(error=UserError(text)))
@@ -233,6 +239,8 @@ class Tenure:
                 for rank, incarnation in to if not self._ending.done() else ():
                     self._tell(rank, incarnation, told)
             case nodes.Finish(terminate=terminate, wait_s=wait_s, exit_code=exit_code):
+                if not self._ending.done():
+                    self._say(f"the job is over, with exit code {exit_code}")
                 if wait_s == 0:
                     self.hurry()
                 self.end(Ending(terminate=terminate, wait_s=wait_s, exit_code=exit_code))
@@ -243,6 +251,12 @@ class Tenure:
                     _obey(self._node, message)
 
     def _launched(self, order: nodes.Launch) -> None:
+        nproc = order.spec.local_world_size
+        slot = order.spec.rank // nproc
+        if slot != self._slot:
+            self._slot = slot
+            ranks = name_ranks(range(slot * nproc, (slot + 1) * nproc))
+            self._say(f"node {self._number} holds slot {slot}: {ranks}")
         self._memoirs.launched(order.spec)
         if self.peering is not None:
             self.peering.launched(order.spec, order.kept)
@@ -256,6 +270,7 @@ class Tenure:
         self._term = welcome.term
         if welcome.adopted:
             self._end_absence()
+            self._say(f"there is a coordinator again (term {welcome.term})")
             for said in self._memoirs.unanswered():
                 self._send_said(said)
             return
@@ -305,6 +320,10 @@ class Tenure:
             self.failed(error)
             return
         self._script_digest = digest
+        self._say(
+            f"this is node {self._number} of run {settings.run_id}, and ready; a spare until it is "
+            "given a slot"
+        )
         listens = None if self._reach is None else self._reach.listens
         self._send(nodes.Joined(script_digest=digest, listens=listens, found=found))
 

@@ -13,6 +13,7 @@ Where = Callable[[], Awaitable[tuple[str, int, int] | None]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSettings:
     """Where an agent finds its coordinator (host and port, or what says where) and keeps its files.
+    `say` is told, in a sentence, what a person who started it may want to know.
 
     `name`, `host`, `domain`: as it registers. `interface`: whose address it and its workers listen
     at; "": that which leads to the coordinator. `ports`: of its own listeners. `join_timeout_s`:
@@ -22,6 +23,7 @@ class AgentSettings:
 
     coordinator: tuple[str, int]
     where: Where | None = None
+    say: Callable[[str], None] = lambda _: None
     name: str
     host: str
     domain: str

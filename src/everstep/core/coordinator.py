@@ -32,7 +32,7 @@ from everstep.core.settle import settle
 from everstep.core.severed import look_at_time, on_probed, on_regroup_failed
 from everstep.core.silence import on_inspected, on_silent
 from everstep.core.trust import TWICE, dissent
-from everstep.core.words import name_ranks, name_signal, verb
+from everstep.core.words import name_ranks, verb
 from everstep.types import Cause, CauseKind, Decision, Plan
 
 
@@ -138,8 +138,8 @@ class Coordinator:
                 on_silent(job, event)
             case ev.Inspected():
                 on_inspected(job, event)
-            case ev.StopAsked(signal=number):
-                self._on_stop_asked(number)
+            case ev.StopAsked():
+                self._on_stop_asked(event)
             case ev.WorkerEvent():
                 member = job.membership.current(event.rank, event.incarnation)
                 if member is None:
@@ -151,16 +151,16 @@ class Coordinator:
                 elif not member.doomed:
                     self._on_said(member, event)
 
-    def _on_stop_asked(self, number: int) -> None:
+    def _on_stop_asked(self, asked: ev.StopAsked) -> None:
         """End the job. While nodes are still to come back they could not be told, and would go on:
         then it ends when they are there, or when it is asked again."""
         job = self._job
         rejoined = job.rejoined
         if rejoined is not None and not rejoined.stop_asked:
-            rejoined.stop_asked = number
+            rejoined.stop_asked = asked
             on_first(job)
         else:
-            job.end(128 + number, f"the job was asked to end by {name_signal(number)}")
+            job.end(128 + asked.signal, asked.text)
 
     def _begin(self) -> None:
         job = self._job

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from everstep.core.hang import Evidence
 from everstep.core.ladder import Incident
+from everstep.core.words import name_signal
 from everstep.types import Cause, HeldCopy, Holding, Position, Stamp
 
 
@@ -274,9 +275,16 @@ class Finished(WorkerEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(Event):
-    """A person or the system asked the job to end (Ctrl-C, SIGTERM)."""
+    """A person or the system asked the job to end, by a signal (Ctrl-C, SIGTERM), or as by one.
+    `by`: what it was then, in words."""
 
     signal: int
+    by: str = ""
+
+    @property
+    def text(self) -> str:
+        """In words, for the end."""
+        return f"the job was asked to end by {self.by or name_signal(self.signal)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

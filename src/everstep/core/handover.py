@@ -28,7 +28,7 @@ from everstep.core.job import Job, Phase
 from everstep.core.membership import Member
 from everstep.core.nodes import Node, name_nodes
 from everstep.core.reconvene import on_first, on_holder_lost
-from everstep.core.words import name_ranks
+from everstep.core.words import NODE_LEFT, name_ranks
 from everstep.types import Cause, CauseKind
 
 
@@ -70,7 +70,8 @@ def lose(job: Job, node: Node, cause: Cause) -> None:
     """`node` is gone, or is given up, with all its ranks."""
     ranks = () if node.slot is None else job.nodes.layout.ranks_of(node.slot)
     held = f", and {name_ranks(ranks)} with it" if ranks else ""
-    text = f"{node} was lost{held}: {cause.text}"
+    went = "left" if cause.signature == NODE_LEFT else "was lost"
+    text = f"{node} {went}{held}: {cause.text}"
     losses = job.nodes.lose(node, job.now_s)
     job.copies.lose(node.number, node.host)
     job.reach.lost(node.number)

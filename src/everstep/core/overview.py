@@ -17,6 +17,8 @@ from everstep.core.words import name_ranks
 from everstep.types import Cause
 
 VACANT = "vacant"
+AWAITING = "waiting for a node"
+"""What a job does whose ranks stand still until a node takes an empty slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,9 @@ class IncidentNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """A job. `phase`: in the words of core.job.Phase. `step`: every rank has committed it. `nodes`:
-    those that are there, by number. `wait_s`: seconds for which a node is still waited for; None
-    where none is."""
+    """A job. `phase`: in the words of core.job.Phase, or `AWAITING`. `step`: every rank has
+    committed it. `nodes`: those that are there, by number. `wait_s`: seconds for which a node is
+    still waited for; None where none is."""
 
     phase: str
     generation: int
@@ -84,7 +86,7 @@ class Overview:
 def overview(job: Job, now_s: float) -> Overview:
     """What `job` is doing. `now_s`: seconds on the clock of its events."""
     return Overview(
-        phase=job.phase.value,
+        phase=job.phase.value if job.node_deadline_s is None else AWAITING,
         generation=job.generation,
         step=job.commits.least[0],
         world_size=job.world_size,

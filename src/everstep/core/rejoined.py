@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from everstep.core.events import MemberBack, NodeBack, Resumed
+from everstep.core.events import MemberBack, NodeBack, Resumed, StopAsked
 from everstep.types import Cause
 
 
@@ -27,8 +27,7 @@ class Rejoined:
     """`told`: what the journal knew. `reports`: of all nodes that came, by number, also of those
     that are gone again. `members`: by rank, who lives. `ended`: by rank, who is dead, where nobody
     lives. `failures`: what was said by those that live. `lost`: by slot, how its node was lost that
-    had come back. `stop_asked`: the signal that has asked for the job's end meanwhile; 0 for
-    none."""
+    had come back. `stop_asked`: the first wish meanwhile that the job end."""
 
     told: Resumed
     reports: dict[int, NodeBack] = field(default_factory=dict)
@@ -36,7 +35,7 @@ class Rejoined:
     ended: dict[int, Failure] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     lost: dict[int, Cause] = field(default_factory=dict)
-    stop_asked: int = 0
+    stop_asked: StopAsked | None = None
 
     @property
     def newest(self) -> int:

@@ -32,7 +32,7 @@ from everstep.core.member import Member
 from everstep.core.nodes import Node
 from everstep.core.reconvene import GONE_ON, expel
 from everstep.core.rejoined import Failure, Rejoined
-from everstep.core.words import name_ranks, name_signal, verb
+from everstep.core.words import name_ranks, verb
 from everstep.types import WHOLE, Cause, CauseKind
 
 
@@ -50,9 +50,8 @@ def settle_reconvening(job: Job) -> None:
     if any(member.bye for member in rejoined.members.values()):
         _say_bye_again(job, rejoined)
     elif rejoined.stop_asked:
-        number = rejoined.stop_asked
         _record(job, rejoined, "the nodes are there, and the job was asked to end")
-        job.end(128 + number, f"the job was asked to end by {name_signal(number)}")
+        job.end(128 + rejoined.stop_asked.signal, rejoined.stop_asked.text)
     elif rejoined.told.recorded == 0 and not _had_slots(job, rejoined):
         _gather(job, rejoined)
     elif _is_undisturbed(job, rejoined):

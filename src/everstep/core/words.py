@@ -10,6 +10,10 @@ import re
 import signal
 from collections.abc import Iterable
 
+STOP_COMMAND = "`everstep stop`"
+"""By what a person asks for the end from elsewhere."""
+NODE_LEFT = "node left"
+"""The signature of a cause: somebody has ended the node, which has said so."""
 _BREAKS = {  # what an error of a communication library says, and what it means
     "connection reset": "connection reset",
     "connection closed": "connection closed",

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, UserError
 from everstep.wire import clients
 from everstep.wire.clients import Line
 from everstep.wire.link import Find
@@ -86,7 +86,7 @@ def read_logs(contact: Contact, asked: clients.AskLogs, printer: Printer) -> Non
     loop of its own. After a KeyboardInterrupt a daemon thread may still hang in a write.
 
     Raises NoJobError when nothing answers, and when for `timeout_s` the coordinator has not come
-    back.
+    back; UserError for ranks that the job does not have.
     """
     writer = _Writer(printer)
     place = asked
@@ -121,7 +121,8 @@ def stop_job(contact: Contact, *, now: bool) -> None:
     """Ask the job to end, in order or `now`, and wait until it has. Blocks; runs an event loop of
     its own.
 
-    Raises NoJobError as `read_logs` does.
+    Raises NoJobError when nothing answers, and when for `timeout_s` the coordinator has not come
+    back.
     """
     say = contact.say
     who = f"{_user()} on host {socket.gethostname()}"
@@ -202,7 +203,9 @@ class _Talk:
         self._patience.cancel()
         self._answered = True
         self._over = self._over or isinstance(answer, clients.Over)
-        if self._take(answer):
+        if isinstance(answer, clients.Declined):
+            self._fail(UserError(answer.text))
+        elif self._take(answer):
             self._finish()
 
     def _on_lost(self, why: str) -> None:

@@ -125,7 +125,7 @@ class LocalAgents:
         }
         log = self._logs / f"agent-{name}.log"
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        who = ["--coordinator", where, "--name", name]
+        who = ["--quiet", "--coordinator", where, "--name", name]
         if settings.local_nodes:  # else there is one, and it stands for the machine
             who += ["--host", name]
         with log.open("ab") as output:

@@ -1,7 +1,11 @@
 """How fast a run goes, while it goes: rate of steps, and goodput so far.
 
 Both are as the ledger defines them, from commit to commit with incidents left out, but told from
-the records seen so far and kept in a few numbers."""
+the records seen so far and kept in a few numbers.
+
+Steps that were made without a coordinator are all written when there is one again, in one moment
+that says nothing of their pace. So the rate is taken between moments, with all steps between them,
+and what comes at almost the same time is one moment."""
 
 from __future__ import annotations
 
@@ -9,14 +13,16 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-_RATE_OVER_STEPS = 32
+_RATE_OVER_MOMENTS = 32
+_APART_S = 0.1
 
 
 class Pace:
     """Is fed every record in the journal's order. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._step_at_s: deque[float] = deque(maxlen=_RATE_OVER_STEPS)
+        self._moments: deque[tuple[float, int]] = deque(maxlen=_RATE_OVER_MOMENTS)  # and the step
+        self._begun_s = 0.0  # the last of them
         self._first_s: float | None = None
         self._last_s = 0.0
         self._good_s = 0.0
@@ -30,17 +36,24 @@ class Pace:
         self._last_s = now_s
         match record.get("event"):
             case "step" if not self._open:
-                self._step_at_s.append(now_s)
+                self._see_step(now_s, int(record["step"]))
                 self._good_s += now_s - (now_s if self._good_from_s is None else self._good_from_s)
                 self._good_from_s = now_s
             case "setup_done" if not self._open:
                 self._good_from_s = now_s
             case "incident_opened":
                 self._open.add(record["incident"])
-                self._step_at_s.clear()
+                self._moments.clear()
             case "incident_closed":
                 self._open.discard(record["incident"])
                 self._good_from_s = now_s
+
+    def _see_step(self, now_s: float, step: int) -> None:
+        if self._moments and now_s - self._begun_s < _APART_S:
+            self._moments[-1] = (now_s, step)
+        else:
+            self._moments.append((now_s, step))
+            self._begun_s = now_s
 
     @property
     def recovering(self) -> bool:
@@ -50,9 +63,10 @@ class Pace:
     @property
     def steps_per_s(self) -> float | None:
         """Steps a second, of late; None where it is not known."""
-        if len(self._step_at_s) < 2 or self._step_at_s[-1] <= self._step_at_s[0]:
+        if len(self._moments) < 2:
             return None
-        return (len(self._step_at_s) - 1) / (self._step_at_s[-1] - self._step_at_s[0])
+        (first_s, first), (last_s, last) = self._moments[0], self._moments[-1]
+        return (last - first) / (last_s - first_s)
 
     @property
     def share(self) -> float | None:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from everstep.core.goodput import IncidentEntry, Ledger, fold
-from everstep.core.words import name_signal
+from everstep.core.words import STOP_COMMAND, name_signal
 from everstep.errors import UserError
 from everstep.observe.journal import read_journal
 from everstep.observe.narrate import cause_in_words, counted, failure_of, source_in_words
@@ -202,10 +202,12 @@ def ending(ledger: Ledger) -> str:
 
 
 def stopped_by(ledger: Ledger) -> str | None:
-    """The name of the signal by which a person ended the job; None for any other end. A job that a
-    signal to a worker has ended has a cause."""
+    """By what a person ended the job: a signal's name, or a command; None for any other end. A job
+    that a signal to a worker has ended has a cause."""
     if ledger.cause is not None or ledger.exit_code is None or ledger.exit_code <= 128:
         return None
+    if STOP_COMMAND in ledger.text:
+        return STOP_COMMAND
     return name_signal(ledger.exit_code - 128)
 
 

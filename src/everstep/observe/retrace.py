@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from everstep.core.goodput import Ledger, fold
-from everstep.core.overview import VACANT, IncidentNow, NodeNow, Overview, RankNow, SlotMissing
+from everstep.core.overview import (
+    AWAITING,
+    VACANT,
+    IncidentNow,
+    NodeNow,
+    Overview,
+    RankNow,
+    SlotMissing,
+)
 from everstep.core.words import name_ranks
 from everstep.errors import EverstepError
 from everstep.observe.journal import read_journal
@@ -32,6 +40,7 @@ _PHASES = {  # which a record begins
     "gathered": "setting up",
     "setup_done": "running",
     "incident_opened": "stopping",
+    "node_awaited": AWAITING,
     "planned": "regrouping",
     "incident_closed": "running",
     "job_ended": "ended",
@@ -165,6 +174,8 @@ class _Scene:
                     self._give(slot, node)
             case "node_replaced":
                 self._give(record["slot"], record["node"])
+                if self._phase == AWAITING and not self._missing:
+                    self._phase = "regrouping"
             case "node_lost":
                 self._nodes.pop(record["node"], None)
                 if record["ranks"]:

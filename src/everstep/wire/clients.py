@@ -2,8 +2,8 @@
 
 A client has the job's secret and connects as an agent does, but it never registers: its first
 message is one of `FromClient`, and it may send the same again after a loss, to another coordinator
-of the job. It is answered by `Status`, `Lines` or `Stopping`; whoever is still there when the job
-ends is told so by `Over`.
+of the job. It is answered by `Status`, `Lines`, `Stopping` or `Declined`; whoever is still there
+when the job ends is told so by `Over`.
 
 Lines of output have two numbers. `at` counts all lines that one coordinator has seen, and says
 where to go on. `number` counts those of one rank, so that a reader knows how many it has missed,
@@ -108,6 +108,12 @@ class Stopping(Message):
     run_id: str
 
 
+class Declined(Message):
+    """What was asked can't be answered; `text` says why."""
+
+    text: str
+
+
 class Over(Message):
     """The job is over; its processes end now."""
 
@@ -115,4 +121,4 @@ class Over(Message):
     text: str
 
 
-ToClient = Status | Lines | Stopping | Over
+ToClient = Status | Lines | Stopping | Declined | Over

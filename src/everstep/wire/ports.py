@@ -100,6 +100,11 @@ def _refusal(host: str, ports: Sequence[int]) -> str:
     more = len(told) - _TOLD
     who = ": " + ", ".join(told[:_TOLD]) if told else ""
     who += f" and {more} more" if more > 0 else ""
+    if len(ports) == 1:
+        return (
+            f"port {ports[0]} is not free on {host}{who}; end what holds it, or choose another: in "
+            "--coordinator on all hosts, if it is the coordinator's, else with --ports"
+        )
     return (
         f"no port of {in_words(ports)} is free on {host}{who}; give a wider range with --ports, or "
         "end what holds them"
