@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from everstep import __version__
+from everstep.cli_ckpt import ckpt
 from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="everstep", message="%(prog)s %(version)s")
 def main() -> None:
     """Training that goes on when a rank dies: no restart, no checkpoint read, no step lost."""
+
+
+main.add_command(ckpt)
 
 
 def _run_options(command: Command) -> Command:

@@ -22,7 +22,8 @@ from everstep.tiers import huggingface, values
 from everstep.tiers.catalog import Origin
 from everstep.tiers.files import FileStore
 from everstep.tiers.find import Tier
-from everstep.tiers.foreign import Task, export_to, import_from
+from everstep.tiers.foreign import export_to, import_from
+from everstep.tiers.foreign_task import Task
 from everstep.tiers.incoming import Incoming, bring_in
 from everstep.tiers.load import open_newest
 from everstep.tiers.series import Series

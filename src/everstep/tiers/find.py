@@ -34,6 +34,8 @@ from everstep.tiers.receipt import Refusal
 from everstep.tiers.signing import Standing
 from everstep.tiers.store import Missing, Store, StoreError
 
+_STANDINGS: tuple[Standing, ...] = ("valid", "unchecked", "absent")
+
 
 class Readable(Protocol):
     """The reading half of `series.Series`."""
@@ -103,12 +105,12 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A checkpoint, and where its parts are, the nearest first. `signed`: one of its records has
-    our signature. `refused`: what was seen and not taken on the way."""
+    """A checkpoint, and where its parts are, the nearest first. `standing`: of the best signature
+    among its records. `refused`: what was seen and not taken on the way."""
 
     checkpoint: Checkpoint
     told: Told
-    signed: bool
+    standing: Standing
     sources: dict[int, list[Source]]
     refused: list[Refusal] = field(default_factory=list)
 
@@ -239,7 +241,7 @@ def _locate(tiers: Sequence[Tier], same: list[_Record], newest: int, deadline_s:
     return Found(
         checkpoint=checkpoint,
         told=told,
-        signed=any(record.standing == "valid" for record in same),
+        standing=min((record.standing for record in same), key=_STANDINGS.index),
         sources=sources,
         refused=refused,
     )

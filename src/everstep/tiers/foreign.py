@@ -40,33 +40,13 @@ from everstep.errors import EverstepError, UserError
 from everstep.settings import has_secret, secret_of
 from everstep.tiers import places, tensors, values
 from everstep.tiers.catalog import Origin
-from everstep.tiers.incoming import PART_BYTES, Incoming, bring_in
+from everstep.tiers.foreign_task import Done, Task
+from everstep.tiers.incoming import Incoming, bring_in
 from everstep.tiers.load import open_newest
 from everstep.tiers.origin import packages
 from everstep.tiers.slabs import Reading
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}")
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do. `addresses`: of our checkpoint; `folder`: of the other; `step`: to make, or to
-    read, None for the newest."""
-
-    do: str
-    addresses: tuple[str, ...]
-    folder: str
-    series: str
-    step: int | None = None
-    require_signature: bool = False
-    part_bytes: int = PART_BYTES
-
-
-class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done."""
-
-    step: int
-    tensors: int
-    values: int
 
 
 def export_to(reading: Reading, folder: Path) -> Done:

@@ -105,7 +105,7 @@ class Opened:
         self.told: Told = found.told
         self._sources = {rank: list(sources) for rank, sources in found.sources.items()}
         self._refused = list(found.refused)
-        self._signed = found.signed
+        self._signed = found.standing == "valid"
         self._deadline_s = deadline_s
         self._cache = _Cache(cache_bytes)
         self._manifests: dict[int, PartManifest] = {}
