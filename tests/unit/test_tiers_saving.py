@@ -149,6 +149,7 @@ def test_cadences_say_where_a_step_goes() -> None:
     assert policy.due(settings(durable_every=0), 4) == ("memory",)
     assert policy.wanted(settings(), 3) == ("memory", "durable")
     assert policy.wanted(settings(), 2) == ("memory",)
+    assert policy.wanted(settings(), 2, everywhere=True) == ("memory", "durable")
     assert policy.wanted(settings(memory_every=0, durable_every=0), 2) == ("durable",)
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
@@ -43,12 +44,13 @@ from torch.futures import Future
 from everstep import snapshot
 from everstep.errors import UserError
 from everstep.tiers import catalog, names, policy, tensors, values
-from everstep.tiers.lanes import Contents, Save
+from everstep.tiers.lanes import Contents, Save, SaveWarning
 from everstep.tiers.names import Attempt
 from everstep.tiers.origin import origin
-from everstep.tiers.policy import Order, Wish
+from everstep.tiers.policy import Failure, Order, Wish
 from everstep.tiers.resharding import TieredReader, load_newest
 from everstep.tiers.saver import Saver
+from everstep.tiers.series import SaveFailed
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.stack import Stack
 from everstep.tiers.steps import step_of
@@ -71,6 +73,13 @@ def saver_of(settings: TierSettings) -> Saver:
         return _SAVERS[settings]
 
 
+def failed(failures: Sequence[Failure]) -> SaveFailed:
+    """The error that tells of them."""
+    first = failures[0]
+    more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+    return SaveFailed(f"{first}{more}", first.rank if first.rank >= 0 else None)
+
+
 class TieredWriter(StorageWriter):
     """Saves through DCP to the tiers of `settings`. `checkpoint_id` is the step. Keep one for the
     whole training, on every rank, and `close` it at the end.
@@ -91,6 +100,8 @@ class TieredWriter(StorageWriter):
         super().__init__()
         self.settings = settings
         self._wait = wait
+        self.everywhere = False
+        """Save to all tiers, whatever the cadences say."""
         self._about = {"config": dict(config or {}), "run_id": run_id, "parent": parent}
         self._home = os.getpid()
         self._now = threading.local()
@@ -116,7 +127,14 @@ class TieredWriter(StorageWriter):
     def check(self) -> None:
         """Raise SaveFailed, or warn (`on_save_error`), if a save is known to have failed. Does not
         block; main thread."""
-        self.saver.check()
+        self.tell(self.saver.news())
+
+    def tell(self, failures: Sequence[Failure]) -> None:
+        """What becomes of failures: an error or warnings, by `on_save_error`."""
+        if failures and self.settings.on_save_error == "raise":
+            raise failed(failures)
+        for failure in failures:
+            warnings.warn(str(failure), SaveWarning, stacklevel=3)
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until nothing is on its way from this rank; whether that is so."""
@@ -130,7 +148,7 @@ class TieredWriter(StorageWriter):
         if saver is not None:
             saver.wait(self.settings.grace_s)
             try:
-                saver.check()
+                self.tell(saver.news())
             finally:
                 saver.close(self.settings.grace_s)
 
@@ -173,6 +191,7 @@ class TieredWriter(StorageWriter):
             known=saver.known(),
             card=memory.card() if memory is not None else "",
             met=saver.met,
+            everywhere=self.everywhere,
         )
         return replace(plan, storage_data=wish)
 
@@ -194,7 +213,7 @@ class TieredWriter(StorageWriter):
         earlier save, UserError for what can't be saved."""
         order, saver = plan.storage_data, self.saver
         assert isinstance(order, Order)
-        saver.obey(order)
+        self.tell(saver.obey(order))
         future: Future[list[WriteResult]] = Future()
         if not order.tiers:
             future.set_result([])

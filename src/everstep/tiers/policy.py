@@ -52,7 +52,7 @@ class Standing:
 class Wish:
     """What a rank says when a save begins. `known`: failures that not all ranks have been told.
     `card`: how its host's memory tier is reached; `met`: `digest` of those that it has been given.
-    """
+    `everywhere`: to all tiers, whatever is due."""
 
     rank: int
     step: int
@@ -60,6 +60,7 @@ class Wish:
     known: tuple[Failure, ...] = ()
     card: str = ""
     met: str = ""
+    everywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +94,12 @@ def due(settings: TierSettings, step: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def wanted(settings: TierSettings, step: int) -> tuple[str, ...]:
-    """The tiers of a save that is asked for: those that are due, or all that there are, since
-    whoever asks between them means it."""
+def wanted(settings: TierSettings, step: int, *, everywhere: bool = False) -> tuple[str, ...]:
+    """The tiers of a save that is asked for: those that are due; or all that there are, also where
+    none is due, since whoever asks between them means it."""
     every = [MEMORY] if settings.memory_every else []
     every += [DURABLE] if settings.destination else []
-    return due(settings, step) or tuple(every)
+    return tuple(every) if everywhere else due(settings, step) or tuple(every)
 
 
 def digest(cards: Sequence[str]) -> str:
@@ -118,7 +119,7 @@ def decide(
             f"rank {first} saves step {one} and rank {second} step {other}; a checkpoint is of one "
             "step: give all ranks the same checkpoint_id"
         )
-    tiers = list(wanted(settings, wishes[0].step))
+    tiers = wanted(settings, wishes[0].step, everywhere=wishes[0].everywhere)
     busy: list[str] = []
     lost: list[tuple[str, str]] = []
     displaced: dict[tuple[str, str], None] = {}

@@ -16,8 +16,9 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from everstep.tiers.catalog import Checkpoint
 from everstep.tiers.hook import Durable, run_hook
@@ -45,8 +46,8 @@ class Counts:
 
 
 class Saver:
-    """All saves of one process by one configuration. `add`, `obey` and `check` on one thread; the
-    others on any."""
+    """All saves of one process by one configuration. What begins and ends a save is called on one
+    thread; the others on any."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -56,9 +57,11 @@ class Saver:
         self._told: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)
         self._hooks = Hooks(stack.settings)
         self._lanes = {
-            tier: Lane(tier, stack, self._note, self._hooks.add if tier == DURABLE else _nothing)
+            tier: Lane(tier, stack, self._note, partial(self._committed, tier))
             for tier in stack.names()
         }
+        self.on_commit: Callable[[str, int], None] | None = None
+        """Is told the tier and the step of what this rank has committed, on another thread."""
         self._begun = ""
         self._save: Save | None = None
         self.met = ""
@@ -84,9 +87,9 @@ class Saver:
             self._save.give(None)
         self._begun, self._save = attempt, None
 
-    def obey(self, order: Order) -> None:
-        """Give up what is to be given up, wait for what is to be waited for, and tell what failed.
-        Raises SaveFailed for a failure (`on_save_error`), and when an earlier save does not end."""
+    def obey(self, order: Order) -> list[Failure]:
+        """Give up what is to be given up, and wait for what is to be waited for. Returns failures
+        that are to be told now. Raises SaveFailed when an earlier save does not end."""
         settings = self.stack.settings
         self.counts.skipped += len(order.skipped)
         for tier, name in order.displaced:
@@ -96,13 +99,14 @@ class Saver:
         self._meet(order.cards)
         with self._lock:
             self._told.extend((name, tier) for name in order.raised for tier in self._lanes)
-        self._tell(order.failures)
+        failures = self._news(order.failures)
         for tier in order.wait:
             if not self._lanes[tier].wait_idle(settings.deadline_s):
                 raise SaveFailed(
                     f"the save before that of step {order.step} is still on its way to the {tier} "
                     f"tier after {settings.deadline_s:.0f} s"
                 )
+        return failures
 
     def take(self, tiers: Sequence[str], nbytes: int) -> Staged:
         """Memory for the copy; of the memory tier where that takes part, as its part then lies
@@ -123,9 +127,9 @@ class Saver:
             self._save.give(contents)
         self._begun, self._save = "", None
 
-    def check(self) -> None:
-        """Raise SaveFailed, or warn, for what this process knows to have failed. Does not block."""
-        self._tell(self.known())
+    def news(self) -> list[Failure]:
+        """What this process knows to have failed, and has not told. Does not block."""
+        return self._news(self.known())
 
     def wait(self, deadline_s: float) -> bool:
         """Wait until nothing is in the background; whether that is so."""
@@ -135,21 +139,19 @@ class Saver:
         )
 
     def close(self, grace_s: float) -> None:
-        """Wait up to `grace_s` for what is under way, and let go of everything. Tells the failures
-        that were not told, as warnings."""
+        """Wait up to `grace_s` for what is under way, and let go of everything. Failures that were
+        not told are warnings."""
         if not self.wait(grace_s):
             left = [tier for tier, lane in self._lanes.items() if lane.give_up(None)]
-            warnings.warn(
+            _warn(
                 f"saves to the {' and '.join(left)} tier had not ended after {grace_s:.0f} s and "
-                "are given up; raise grace_s, or save less often",
-                SaveWarning,
-                stacklevel=2,
+                "are given up; raise grace_s, or save less often"
             )
         for lane in self._lanes.values():
             lane.close(self.stack.settings.deadline_s)
         self._hooks.close(grace_s)
-        for failure in self.known():
-            warnings.warn(str(failure), SaveWarning, stacklevel=2)
+        for failure in self.news():
+            _warn(str(failure))
         self.stack.close()
 
     @property
@@ -169,16 +171,19 @@ class Saver:
             if (failure.attempt, failure.tier) not in self._told:
                 self._known.append(failure)
 
-    def _tell(self, failures: Sequence[Failure]) -> None:
+    def _news(self, failures: Sequence[Failure]) -> list[Failure]:
         with self._lock:
             new = [f for f in failures if (f.attempt, f.tier) not in self._told]
             self._told.extend((failure.attempt, failure.tier) for failure in new)
             self._known = [f for f in self._known if (f.attempt, f.tier) not in self._told]
-        if new and self.stack.settings.on_save_error == "raise":
-            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
-            raise SaveFailed(f"{new[0]}{more}", None if new[0].rank < 0 else new[0].rank)
-        for failure in new:
-            warnings.warn(str(failure), SaveWarning, stacklevel=3)
+        return new
+
+    def _committed(self, tier: str, checkpoint: Checkpoint) -> None:
+        """This rank has made a checkpoint exist. On the lane's thread."""
+        if tier == DURABLE:
+            self._hooks.add(checkpoint)
+        if self.on_commit is not None:
+            self.on_commit(tier, checkpoint.step)
 
 
 class Hooks:
@@ -228,10 +233,6 @@ class Hooks:
             )
             if trouble is not None:
                 _warn(trouble)
-
-
-def _nothing(checkpoint: Checkpoint) -> None:
-    """Nobody is told of it."""
 
 
 def _warn(text: str) -> None:
