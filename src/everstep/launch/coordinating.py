@@ -219,13 +219,15 @@ class Coordinating:
             raise _unwritable(self._run_dir, error) from error
 
     def _stand_by(self, why: str) -> None:
-        """Say, once, why the lease can't be had yet. The journal is the holder's: only the view is
-        told."""
+        """Say, once, why the lease can't be had yet. The journal is the holder's."""
         if why not in self._stood_by:
             self._stood_by.add(why)
-            text = f"this coordinator stands by: {why}"
-            note = {"event": "note", "key": f"stands-by-{len(self._stood_by)}", "text": text}
-            self._view.record({"t": time.monotonic(), **note, "rank": None})
+            self._show(f"stands-by-{len(self._stood_by)}", f"this coordinator stands by: {why}")
+
+    def _show(self, key: str, text: str) -> None:
+        """A note for the view, and not for the journal."""
+        note = {"event": "note", "key": key, "text": text, "rank": None}
+        self._view.record({"t": time.monotonic(), **note})
 
     async def _unless_cut(self, acquiring: Coroutine[Any, Any, Tenancy]) -> Tenancy | None:
         task = asyncio.ensure_future(acquiring)
@@ -365,6 +367,10 @@ class Coordinating:
             await tenancy.publish(self._host, registry.port)
             ends: set[asyncio.Future[Any]] = {coming, tenancy.lost, self._cut}
             limit_s = min(self._settings.rejoin_timeout_s, 5 * self._settings.lease_s)
+            if past.here:
+                who = f"{len(past.here)} node{'' if len(past.here) == 1 else 's'}"
+                may = f"{who} may not have heard of it and have {limit_s:g} s to come back"
+                self._show("over", f"this run is over already; {may}")
             await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         except LeaseLost as error:
             raise _deposed(tenancy) from error
