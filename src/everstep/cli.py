@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from everstep.observe.view import View
     from everstep.settings import RunSettings, Source
     from everstep.wire.messages import ScriptSpec
+    from everstep.wire.secret import Secret
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -189,7 +190,7 @@ def run(dry_run: bool, **options: Any) -> None:
         _print_dry_run(settings, sources, off)
         return
     if settings.coordinator and not _coordinates(settings):
-        sys.exit(_be_agent(settings, None, None))
+        sys.exit(_be_agent(settings, None, None, None))
     sys.exit(_run(settings, off))
 
 
@@ -285,6 +286,28 @@ def coordinator(**options: Any) -> None:
     metavar="S",
     help="Seconds from SIGTERM to SIGKILL of its workers when it is asked to end. [5]",
 )
+@click.option(
+    "--memory-share",
+    type=float,
+    metavar="PART",
+    help="Of the host's memory, for checkpoints kept in it. [0.5]",
+)
+@click.option(
+    "--recovery-bandwidth", metavar="RATE", help="For copies between hosts, like 2GiB/s. [no limit]"
+)
+@click.option(
+    "--secret-file", metavar="FILE", help="With the secret. [EVERSTEP_SECRET or ..._FILE]"
+)
+@click.option(
+    "--peers",
+    metavar="HOST:PORT,...",
+    help="Without a coordinator: agents of other hosts. [those of the ranks that save]",
+)
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Without a coordinator: leave checkpoints for the next agent when asked to end.",
+)
 @click.option("--config", metavar="FILE", help="Settings file. [everstep.toml, if there]")
 @click.option("--quiet", is_flag=True, default=None, help="Say nothing but errors.")
 def agent(
@@ -296,13 +319,19 @@ def agent(
     interface: str | None,
     ports: str | None,
     grace_s: float | None,
+    memory_share: float | None,
+    recovery_bandwidth: str | None,
+    secret_file: str | None,
+    peers: str | None,
+    keep: bool,
     config: str | None,
     quiet: bool | None,
 ) -> None:
-    """Be a node of a job: run the workers that its coordinator asks for.
+    """Be a node of a job: run the workers that its coordinator asks for. Without a coordinator:
+    keep checkpoints in this host's memory, for jobs under any launcher.
 
-    The job's secret is in EVERSTEP_SECRET, or in the file that EVERSTEP_SECRET_FILE names. Start it
-    in the directory in which the script's path leads to the script."""
+    The secret is in EVERSTEP_SECRET, or in the file that EVERSTEP_SECRET_FILE or --secret-file
+    names. Start a node in the directory in which the script's path leads to the script."""
     from everstep.settings import OF_AGENTS, resolve
 
     options = {
@@ -312,11 +341,58 @@ def agent(
         "interface": interface,
         "ports": ports,
         "grace_s": grace_s,
+        "memory_share": memory_share,
+        "recovery_bandwidth": recovery_bandwidth,
         "quiet": quiet,
     }
     file = Path(config) if config else None
     settings, _ = resolve(options, os.environ, file, only=OF_AGENTS)
-    sys.exit(_be_agent(settings, name, host))
+    secret = _secret_from(secret_file)
+    if not settings.coordinator and not settings.coordinator_lease:
+        sys.exit(_keep_checkpoints(settings, name, host, secret, peers or "", keep))
+    if keep or peers:
+        raise UserError("--keep and --peers are for an agent without a coordinator: leave them out")
+    sys.exit(_be_agent(settings, name, host, secret))
+
+
+def _secret_from(path: str | None) -> Secret | None:
+    """The secret in the file, or that of the environment, if there is one."""
+    from everstep.settings import has_secret, secret_of
+    from everstep.wire.secret import Secret
+
+    if path:
+        return Secret.from_file(path)
+    return secret_of(os.environ) if has_secret(os.environ) else None
+
+
+def _keep_checkpoints(
+    settings: RunSettings,
+    name: str | None,
+    host: str | None,
+    secret: Secret | None,
+    peers: str,
+    keep: bool,
+) -> int:
+    import socket
+
+    from everstep.agent.memory_agent import MemoryAgentSettings, run_memory_agent
+    from everstep.settings import endpoint
+
+    machine = host or socket.gethostname()
+    wanted = MemoryAgentSettings(
+        name=name or machine,
+        host=machine,
+        domain=settings.domain,
+        interface=settings.interface,
+        ports=settings.listening_ports,
+        peers=[endpoint(peer.strip()) for peer in peers.split(",") if peer.strip()],
+        secret=secret,
+        share=settings.memory_share,
+        bytes_per_s=settings.recovery_bytes_per_s,
+        shm_dir=Path(settings.shm_dir),
+        keep=keep,
+    )
+    return run_memory_agent(wanted, _say)
 
 
 def _where(finder: Finder) -> Where:
@@ -329,7 +405,9 @@ def _where(finder: Finder) -> Where:
     return where
 
 
-def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
+def _be_agent(
+    settings: RunSettings, name: str | None, host: str | None, secret: Secret | None
+) -> int:
     import socket
 
     from everstep.agent.agent import run_agent
@@ -358,8 +436,10 @@ def _be_agent(settings: RunSettings, name: str | None, host: str | None) -> int:
         join_timeout_s=settings.join_nodes_timeout_s,
         coordinator_timeout_s=settings.coordinator_timeout_s,
         grace_s=settings.grace_s,
+        memory_share=settings.memory_share,
+        bytes_per_s=settings.recovery_bytes_per_s,
     )
-    return run_agent(wanted, secret_of(os.environ), without_secret(os.environ))
+    return run_agent(wanted, secret or secret_of(os.environ), without_secret(os.environ))
 
 
 @main.command()

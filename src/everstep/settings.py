@@ -48,6 +48,8 @@ OF_AGENTS = (
     "domain",
     "interface",
     "ports",
+    "recovery_bandwidth",
+    "memory_share",
     "log_dir",
     "shm_dir",
     "grace_s",
@@ -58,7 +60,13 @@ OF_AGENTS = (
 )
 """The settings that an agent has of its own; all others are the job's."""
 _SECRETS = ("EVERSTEP_SECRET", "EVERSTEP_SECRET_FILE")
-_NO_SETTINGS = ("EVERSTEP_INCARNATION", "EVERSTEP_JOB", "EVERSTEP_NODE", *_SECRETS)
+_NO_SETTINGS = (
+    "EVERSTEP_INCARNATION",
+    "EVERSTEP_JOB",
+    "EVERSTEP_NODE",
+    "EVERSTEP_TIER_SOCKET",
+    *_SECRETS,
+)
 _SURE = 0.75  # how alike a variable must be to a setting's to have been meant for it
 
 
@@ -105,6 +113,10 @@ class RunSettings:
     """Bytes a second, like 2GiB/s or 10Gbit/s, that all copies together which leave a node may
     take, and likewise those which come to it, in a step as in a recovery; 0: no limit. None, since
     steps wait for their copies."""
+
+    memory_share: float = 0.5
+    """The part of a host's memory (of its control group's, where that has a limit) that checkpoints
+    kept in it may take. Half: the training needs the rest."""
 
     transfer_timeout_s: float = 600.0
     """Seconds in which a copy must reach another node. To be raised where recovery_bandwidth is
@@ -358,6 +370,7 @@ _CHECKS: dict[str, _Check] = {
         passes=lambda value: _is_made_by(bytes_per_s, value),
         must="must be a rate like 2GiB/s, 800MB/s or 10Gbit/s, or 0 for no limit",
     ),
+    "memory_share": _Check(passes=lambda value: 0 < value <= 1, must="must be above 0, at most 1"),
     "preflight_timeout_s": _Check(
         passes=lambda value: 0 <= value < float("inf"), must="must be 0 or more (seconds)"
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,10 +107,10 @@ def test_what_a_dead_rank_reserved_is_given_up(hosts: Hosts) -> None:
     assert not list((vault.directory / "way").iterdir())
 
 
-def _until(done: object) -> None:
+def _until(done: Callable[[], bool]) -> None:
     gate = threading.Event()
     for _ in range(500):
-        if done():  # type: ignore[operator]
+        if done():
             return
         gate.wait(0.01)
     pytest.fail("it did not come about")

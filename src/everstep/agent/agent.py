@@ -35,6 +35,8 @@ from everstep.chaos import OF_NETWORK
 from everstep.core.words import name_signal
 from everstep.errors import TransientError, UserError
 from everstep.shm.files import forget
+from everstep.tiers.memory.circle import DeskSettings
+from everstep.tiers.memory.serving import desk_name, in_job
 from everstep.wire import nodes
 from everstep.wire.network import Link
 from everstep.wire.plumbing import address_text
@@ -71,6 +73,25 @@ class _Agent:
         self._say = settings.say
 
     async def run(self) -> int:
+        """Serve the node's ranks with memory for checkpoints, and be a node."""
+        async with in_job(self._desk(), self._environ) as self._environ:
+            return await self._run()
+
+    def _desk(self) -> DeskSettings:
+        settings = self._settings
+        return DeskSettings(
+            shm_dir=settings.shm_dir,
+            name=desk_name(settings.host, settings.name),
+            host=settings.host,
+            domain=settings.domain,
+            secret=self._secret,
+            listen_host=self._address,
+            ports=settings.ports,
+            share=settings.memory_share,
+            bytes_per_s=settings.bytes_per_s,
+        )
+
+    async def _run(self) -> int:
         loop = asyncio.get_running_loop()
         failures_go_to(self._failed)
         for number in _SIGNALS:
@@ -155,13 +176,14 @@ class _Agent:
             )
         return host, port
 
+    def _address(self) -> str:
+        """Of this host, where the others can reach it."""
+        if self._settings.interface:
+            return identity.address_of(self._settings.interface)
+        return identity.address_towards(*self._link.place)
+
     def _listen(self) -> Neighbours:
         """Listen for other agents, where the coordinator can be reached from."""
-        settings = self._settings
-        if settings.interface:
-            host = identity.address_of(settings.interface)
-        else:
-            host = identity.address_towards(*self._link.place)
 
         def peering() -> Peering | None:
             return None if self._tenure is None else self._tenure.peering
@@ -171,8 +193,8 @@ class _Agent:
                 self._tenure.stranger(address, why)
 
         return Neighbours(
-            host=host,
-            ports=settings.ports,
+            host=self._address(),
+            ports=self._settings.ports,
             secret=self._secret,
             events=events_for(peering, stranger),
         )

@@ -19,6 +19,7 @@ class AgentSettings:
     at; "": that which leads to the coordinator. `ports`: of its own listeners. `join_timeout_s`:
     how long it looks for a coordinator at first. `coordinator_timeout_s`: how long it goes on
     without one. `grace_s`: between SIGTERM and SIGKILL of its workers when it is asked to end.
+    `memory_share`, `bytes_per_s`: for checkpoints in memory, as `DeskSettings` has them.
     """
 
     coordinator: tuple[str, int]
@@ -34,6 +35,8 @@ class AgentSettings:
     join_timeout_s: float
     coordinator_timeout_s: float
     grace_s: float
+    memory_share: float = 0.5
+    bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

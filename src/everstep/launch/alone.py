@@ -35,6 +35,8 @@ from everstep.launch.job import (
 from everstep.observe.rundir import RunDirectory
 from everstep.observe.view import View
 from everstep.settings import RunSettings
+from everstep.tiers.memory.circle import DeskSettings
+from everstep.tiers.memory.serving import desk_name, in_job
 from everstep.types import Record
 
 
@@ -71,13 +73,29 @@ async def _coordinate(
     failures_go_to(fleet.failed)
     with ending_by_signals(fleet.stop_asked):
         view.record(directory.journal.header)
-        async with _node(settings, fleet, plan, environ, directory.logs, master_port):
+        async with (
+            in_job(_desk(settings), environ) as inherited,
+            _node(settings, fleet, plan, inherited, directory.logs, master_port),
+        ):
             try:
                 return await fleet.ended
             except EverstepError as error:
                 fields = {"exit_code": error.exit_code, "text": str(error), "cause": None}
                 fleet.record(Record(event="job_ended", fields=fields))
                 raise
+
+
+def _desk(settings: RunSettings) -> DeskSettings:
+    """The memory for checkpoints of a job that knows no other host."""
+    return DeskSettings(
+        shm_dir=Path(settings.shm_dir),
+        name=desk_name(settings.run_id, settings.run_id),
+        host=LOOPBACK,
+        domain=settings.domain,
+        secret=None,
+        listen_host=lambda: LOOPBACK,
+        share=settings.memory_share,
+    )
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -29,6 +30,8 @@ from everstep.agent.ending import END_TIMEOUT_S, end_marked
 from everstep.agent.leftovers import sweep
 from everstep.errors import EverstepError
 from everstep.settings import RunSettings, without_secret
+from everstep.tiers.memory import vault
+from everstep.tiers.memory.serving import desk_name
 from everstep.wire.secret import Secret
 
 _MARK = "EVERSTEP_NODE"
@@ -73,6 +76,7 @@ class LocalAgents:
         self._on_end = on_end
         self._on_failure = on_failure
         self._running: list[_Process] = []
+        self._desks: list[Path] = []  # where the agents keep checkpoints
         self._burials: set[asyncio.Task[None]] = set()
         self._closing = False
         self._was_subreaper = processes.set_child_subreaper(True)
@@ -101,6 +105,8 @@ class LocalAgents:
                 await asyncio.wait_for(process.gone.wait(), 2 * END_TIMEOUT_S)
         await asyncio.gather(*self._burials)
         sweep(Path(self._settings.shm_dir))
+        for desk in self._desks:
+            vault.forget(desk)
         processes.set_child_subreaper(self._was_subreaper)
 
     def _start(self, name: str, host: str, port: int) -> None:
@@ -118,6 +124,8 @@ class LocalAgents:
             "EVERSTEP_DOMAIN": settings.domain,
             "EVERSTEP_INTERFACE": settings.interface,
             "EVERSTEP_PORTS": settings.ports,
+            "EVERSTEP_RECOVERY_BANDWIDTH": settings.recovery_bandwidth,
+            "EVERSTEP_MEMORY_SHARE": str(settings.memory_share),
             "EVERSTEP_LEASE_S": str(settings.lease_s),
             "EVERSTEP_GRACE_S": str(settings.grace_s),
             "EVERSTEP_COORDINATOR_TIMEOUT_S": str(settings.coordinator_timeout_s),
@@ -128,6 +136,9 @@ class LocalAgents:
         who = ["--quiet", "--coordinator", where, "--name", name]
         if settings.local_nodes:  # else there is one, and it stands for the machine
             who += ["--host", name]
+        machine = name if settings.local_nodes else socket.gethostname()
+        desk = desk_name(machine, name)
+        self._desks.append(vault.directory_of(Path(settings.shm_dir), self._secret, desk))
         with log.open("ab") as output:
             popen = subprocess.Popen(
                 [sys.executable, "-m", "everstep.cli", "agent", *who],

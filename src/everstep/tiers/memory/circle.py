@@ -15,14 +15,17 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from everstep.errors import TransientError, UserError
 from everstep.tiers.memory import talk
-from everstep.tiers.memory.peers import Peers
 from everstep.tiers.memory.plane import Plane, Threads
 from everstep.tiers.memory.talk import Site
-from everstep.tiers.memory.vault import PREFIX
+from everstep.tiers.memory.vault import directory_of
 from everstep.wire.secret import Secret
+
+if TYPE_CHECKING:
+    from everstep.tiers.memory.peers import Peers
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _AT_ONCE = 16  # hosts that are asked the same thing at the same time
@@ -58,8 +61,7 @@ class DeskSettings:
     @property
     def directory(self) -> Path:
         """Where objects are kept: found again by who has the same secret and name."""
-        tag = "local" if self.secret is None else self.secret.memory_tag()
-        return self.shm_dir / f"{PREFIX}{tag}-{self.name}"
+        return directory_of(self.shm_dir, self.secret, self.name)
 
 
 class Circle:
@@ -92,6 +94,8 @@ class Circle:
             return self.site
 
     async def _open(self, secret: Secret) -> None:
+        from everstep.tiers.memory.peers import Peers  # which brings ZeroMQ
+
         settings = self._settings
         host = settings.listen_host()
         peers = Peers(

@@ -28,12 +28,10 @@ from everstep.tiers.memory.plane import LARGE_BYTES
 from everstep.tiers.memory.pool import Pool, Reader
 from everstep.tiers.memory.reservation import Reservation
 from everstep.tiers.memory.vault import PREFIX, check_range
-from everstep.tiers.memory.wire import SOCKET, Gone
+from everstep.tiers.memory.wire import SOCKET, VARIABLE, Gone, Wire
 from everstep.tiers.store import Entry, Missing, Stopped, StoreError
 from everstep.wire.bulk import STREAMS, Caller, Corrupt, Sink, fetch
 
-VARIABLE = "EVERSTEP_TIER_SOCKET"
-"""Names the socket of the host's desk, for processes that are not told otherwise."""
 _INLINE = talk.INLINE_BYTES
 _FETCH_BYTES = 8 << 30  # of one loan: its digests fit a message
 _ABOUT_S = 10.0
@@ -68,7 +66,7 @@ def _only_socket(shm_dir: Path) -> str:
     found = [
         path
         for path in sorted(shm_dir.glob(f"{PREFIX}*/{SOCKET}"))
-        if path.parent.stat().st_uid == os.geteuid()
+        if path.parent.stat().st_uid == os.geteuid() and _is_served(path)
     ]
     if len(found) != 1:
         seen = ", ".join(map(str, found)) or f"none of this user in {shm_dir}"
@@ -77,6 +75,14 @@ def _only_socket(shm_dir: Path) -> str:
             f"this host, or name its socket in {VARIABLE}"
         )
     return str(found[0])
+
+
+def _is_served(path: Path) -> bool:
+    try:
+        Wire(str(path)).close()
+    except (Gone, StoreError):
+        return False  # its agent is dead
+    return True
 
 
 class MemoryStore:

@@ -37,6 +37,7 @@ from everstep.shm import budget
 from everstep.shm.files import remove
 from everstep.tiers import names
 from everstep.tiers.store import Exists, Full, Missing, StoreError
+from everstep.wire.secret import Secret
 
 PREFIX = "everstep-tier-"
 ORPHAN_S = 3600.0
@@ -343,6 +344,12 @@ class Vault:
             self._enter(key, path, about.st_size, about.st_mtime, "")
 
 
+def directory_of(shm_dir: Path, secret: Secret | None, name: str) -> Path:
+    """Where the desk `name` keeps its objects: found again by who has the same secret."""
+    tag = "local" if secret is None else secret.memory_tag()
+    return shm_dir / f"{PREFIX}{tag}-{name}"
+
+
 def check_range(key: str, nbytes: int, start: int, end: int) -> None:
     """Raises StoreError where an object has no such bytes."""
     if not 0 <= start <= end <= nbytes:
@@ -382,6 +389,19 @@ def sweep(shm_dir: Path, *, own: Path, now_s: float) -> list[str]:
         finally:
             os.close(fd)
     return removed
+
+
+def forget(directory: Path) -> None:
+    """Remove what a desk has left in `directory`, if it is gone: nobody will come back for it."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if _try_lock(fd):
+            remove(directory)
+    finally:
+        os.close(fd)
 
 
 def _lock(directory: Path) -> int:

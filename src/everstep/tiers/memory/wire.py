@@ -27,6 +27,8 @@ from everstep.tiers.store import StoreError
 HEADER: Final = struct.Struct("<I")
 SOCKET: Final = "socket"
 """The name of a desk's socket in its directory."""
+VARIABLE: Final = "EVERSTEP_TIER_SOCKET"
+"""Names the socket of the host's desk, for processes that are not told otherwise."""
 _CREDENTIALS: Final = struct.Struct("3i")
 _GRACE_S = 5.0  # beyond the deadline: the desk keeps it, and says why it could not
 _CONNECT_S = 10.0

@@ -1,0 +1,228 @@
+"""`everstep agent` without a coordinator, as processes that are killed: what it keeps, what it
+clears, and what others have of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from everstep.tiers import names
+from everstep.tiers.memory.client import MemoryStore, connect
+from everstep.tiers.memory.vault import PREFIX, directory_of
+from everstep.tiers.store import Exists
+from everstep.wire.secret import Secret
+
+SECRET = "0123456789abcdefghijklmnopqrstuvwxyz-secret"
+S = 30.0
+AGENT = (sys.executable, "-m", "everstep.cli", "agent", "--interface", "lo")
+WRITER = """
+import sys
+from everstep.tiers.memory.client import connect
+store = connect(sys.argv[1], copies=1)
+reserved = store.reserve(32 << 20, deadline_s=20)
+reserved.area[:10] = b"x" * 10
+print("ready", flush=True)
+sys.stdin.read()
+"""
+SAVER = """
+import sys
+from everstep.tiers.memory.client import connect
+store = connect(sys.argv[1], copies=2, patience_s=20)
+print("ready", flush=True)
+for number in range(10**6):
+    data = bytes([number % 251]) * (3 << 20)
+    store.put(f"run/{number:06}", [memoryview(data)], deadline_s=20)
+    if number > 4:
+        store.delete(f"run/{number - 4:06}", deadline_s=20)
+"""
+
+
+class Lab:
+    """Agents of hosts that share a directory in place of their memories."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shm_dir = folder
+        self.agents: dict[str, subprocess.Popen[str]] = {}
+        self.where: dict[str, str] = {}
+        self.others: list[subprocess.Popen[str]] = []
+
+    def start(self, name: str, *options: str) -> list[str]:
+        """What it says at its start."""
+        given = {key: value for key, value in os.environ.items() if not key.startswith("EVERSTEP")}
+        agent = subprocess.Popen(
+            [*AGENT, "--name", name, "--host", name, *options],
+            env=given | {"EVERSTEP_SECRET": SECRET, "EVERSTEP_SHM_DIR": str(self.shm_dir)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.agents[name] = agent
+        assert agent.stderr is not None
+        said = [agent.stderr.readline() for _ in range(3)]
+        assert "may keep" in said[-1], said
+        self.where[name] = said[1].split(" at ")[1].split(" ")[0]
+        return said
+
+    def directory(self, name: str) -> Path:
+        return directory_of(self.shm_dir, Secret(SECRET, "the test"), name)
+
+    def store(self, name: str, copies: int = 2) -> MemoryStore:
+        return connect(str(self.directory(name) / "socket"), copies=copies)
+
+    def run(self, script: str, name: str) -> subprocess.Popen[str]:
+        """A rank on a host, once it is ready."""
+        rank = subprocess.Popen(
+            [sys.executable, "-c", script, str(self.directory(name) / "socket")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.others.append(rank)
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+        return rank
+
+    def end(self, name: str, how: signal.Signals) -> str:
+        """The rest of what it said."""
+        agent = self.agents.pop(name)
+        agent.send_signal(how)
+        _, said = agent.communicate(timeout=60)
+        assert agent.returncode == (0 if how == signal.SIGTERM else -how)
+        return said
+
+    def close(self) -> None:
+        for process in [*self.others, *self.agents.values()]:
+            process.kill()
+            process.communicate(timeout=60)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    made = Lab(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _until(done: Callable[[], bool]) -> None:
+    gate = threading.Event()
+    for _ in range(1500):
+        if done():
+            return
+        gate.wait(0.02)
+    pytest.fail("it did not come about")
+
+
+@pytest.mark.slow
+def test_what_was_complete_outlives_an_agent_that_is_killed(lab: Lab) -> None:
+    lab.start("a")
+    data = bytes(range(256)) * (16 << 10)
+    store = lab.store("a")
+    store.put("run/x", [memoryview(data)], deadline_s=S)
+    reserved = store.reserve(1 << 20, deadline_s=S)
+    lab.end("a", signal.SIGKILL)
+    assert len(list((lab.directory("a") / "way").iterdir())) == 1
+    said = lab.start("a")
+    assert "it keeps 1 objects, 4.0 MiB, of an earlier agent" in said[-1]
+    assert not list((lab.directory("a") / "way").iterdir())
+    assert store.get("run/x", deadline_s=S) == data
+    store.put("run/y", [reserved.area], deadline_s=S)  # the area's agent is dead, its bytes are not
+    assert store.size("run/y", deadline_s=S) == 1 << 20
+    store.close()
+    lab.end("a", signal.SIGTERM)
+    assert not list(lab.shm_dir.glob(PREFIX + "*"))
+
+
+@pytest.mark.slow
+def test_asked_to_keep_it_leaves_what_is_complete(lab: Lab) -> None:
+    lab.start("a", "--keep")
+    store = lab.store("a")
+    store.put("run/x", [memoryview(b"x")], deadline_s=S)
+    store.close()
+    assert "stay for the next agent of this name" in lab.end("a", signal.SIGTERM)
+    lab.start("b")  # another's start lets it be
+    assert (lab.directory("a") / "objects" / "run" / "x").read_bytes() == b"x"
+    lab.end("b", signal.SIGTERM)
+    lab.start("a")
+    lab.end("a", signal.SIGTERM)
+    assert not list(lab.shm_dir.glob(PREFIX + "*"))
+
+
+@pytest.mark.slow
+def test_memory_of_a_rank_that_is_killed_is_free(lab: Lab) -> None:
+    lab.start("a")
+    rank = lab.run(WRITER, "a")
+    store = lab.store("a")
+    assert store.about().taken_bytes == 32 << 20
+    rank.kill()
+    _until(lambda: store.about().taken_bytes == 0)
+    store.close()
+
+
+@pytest.mark.slow
+def test_a_host_is_lost_and_others_have_its_copies(lab: Lab) -> None:
+    lab.start("a")
+    lab.start("b", "--peers", lab.where["a"])
+    lab.start("c", "--peers", f"{lab.where['a']},{lab.where['b']}")
+    data = bytes(range(256)) * (32 << 10)
+    stores = {name: lab.store(name) for name in "abc"}
+    cards = [store.card() for store in stores.values()]
+    for store in stores.values():
+        store.introduce(cards)
+    for name, store in stores.items():
+        store.put(f"run/{name}", [memoryview(data)], deadline_s=S)
+    assert [store.notes() for store in stores.values()] == [[], [], []]
+    stores["a"].put(names.commit_key("run", 1), [memoryview(b"c")], absent=True, deadline_s=S)
+    lab.end("a", signal.SIGKILL)
+    for name in "bc":
+        for key in ("run/a", "run/b", "run/c"):
+            assert stores[name].get(key, deadline_s=S) == data
+        with pytest.raises(Exists):
+            stores[name].put(
+                names.commit_key("run", 1), [memoryview(b"d")], absent=True, deadline_s=S
+            )
+    stores["b"].put("run/later", [memoryview(data)], deadline_s=S)
+    assert stores["c"].get("run/later", deadline_s=S) == data
+    for store in stores.values():
+        store.close()
+
+
+@pytest.mark.slow
+def test_agents_killed_in_the_middle_of_saves_leave_whole_objects_only(lab: Lab) -> None:
+    lab.start("a")
+    lab.start("b", "--peers", lab.where["a"])
+    lab.run(SAVER, "a")
+    watcher = lab.store("b")
+    seen = 0
+    for turn in range(6):
+        # Until something new has come: then the next save is somewhere on its way.
+        _until(partial(_has_more, watcher, seen))
+        seen = max(_numbers(watcher))
+        victim = "a" if turn % 2 else "b"
+        if victim == "b":
+            watcher.close()
+        lab.end(victim, signal.SIGKILL)
+        lab.start(victim, "--peers", lab.where["a" if victim == "b" else "b"])
+        if victim == "b":
+            watcher = lab.store("b")
+        for entry in watcher.list("run/", deadline_s=S):
+            data = watcher.get(entry.key, deadline_s=S)
+            assert data == data[:1] * (3 << 20), entry.key
+    watcher.close()
+
+
+def _has_more(store: MemoryStore, than: int) -> bool:
+    numbers = _numbers(store)
+    return len(numbers) > 2 and max(numbers) > than
+
+
+def _numbers(store: MemoryStore) -> list[int]:
+    return [int(entry.key.removeprefix("run/")) for entry in store.list("run/", deadline_s=S)]
