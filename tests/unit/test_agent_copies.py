@@ -388,11 +388,10 @@ def test_a_step_that_is_done_again_has_its_copy_made_again(tmp_path: Path) -> No
 
 
 async def left_by(node: Node, *steps: int) -> None:
-    """It makes copies, and is killed."""
+    """It makes copies, and is gone."""
     for step in steps:
         await node.shelved(step)
-    assert node.copies._shelf is not None
-    node.copies._shelf.close(keep=True)
+    await node.copies.close(keep=True)
 
 
 def test_what_an_agent_left_behind_is_kept_if_the_job_knows_it(tmp_path: Path) -> None:
