@@ -17,6 +17,7 @@ import click
 
 from everstep import __version__
 from everstep.cli_ckpt import ckpt
+from everstep.cli_doctor import doctor
 from everstep.errors import EverstepError, UserError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def main() -> None:
 
 
 main.add_command(ckpt)
+main.add_command(doctor)
 
 
 def _run_options(command: Command) -> Command:

@@ -139,6 +139,15 @@ def series_in(store: Store) -> set[str]:
     return found
 
 
+def memory_error() -> str:
+    """Why the memory of the hosts can't be asked; empty when it can."""
+    try:
+        _open(MEMORY).store.close()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def _open(place: str) -> Place:
     if place != MEMORY:
         return Place(tier="durable", store=open_store(place))
