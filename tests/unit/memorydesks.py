@@ -12,6 +12,8 @@ from everstep.tiers.memory.circle import DeskSettings
 from everstep.tiers.memory.client import MemoryStore, connect
 from everstep.tiers.memory.desk import Desk
 from everstep.tiers.memory.door import Door
+from everstep.tiers.memory.talk import Terms
+from everstep.tiers.memory.vault import Area
 from everstep.wire.secret import Secret
 
 SECRET = Secret("a secret of forty-two different characters", "the test")
@@ -82,6 +84,18 @@ class Hosts:
         cards = [store.card() for store in stores]
         for store in stores:
             store.introduce(cards)
+
+    def forget_own(self, name: str) -> None:
+        """Have a host lose each object as soon as it has put it: only others have it."""
+        desk = self.desks[name]
+        put = desk.put
+
+        async def put_and_lose(key: str, what: bytes | Area, terms: Terms) -> Any:
+            held, notes = await put(key, what, terms)
+            desk.vault.delete(key)
+            return held, notes
+
+        desk.put = put_and_lose  # type: ignore[method-assign]
 
     def close(self) -> None:
         """End all of it."""

@@ -17,6 +17,7 @@ from uuid import uuid4
 import pytest
 from tests import buckets
 from tests.unit.checkpoints import DictStore
+from tests.unit.memorydesks import Hosts
 
 from everstep.tiers.files import FileStore
 from everstep.tiers.store import Exists, Missing, Stopped, Store, StoreError
@@ -70,7 +71,28 @@ def in_dict(request: pytest.FixtureRequest) -> Iterator[Store]:
     yield DictStore()
 
 
+@contextmanager
+def in_memory(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with closing(Hosts(request.getfixturevalue("tmp_path"))) as hosts:
+        hosts.start("a")
+        yield hosts.store("a", copies=1)
+
+
+@contextmanager
+def in_memory_of_another_host(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """Who puts reads what another host has: its own forgets each object as soon as it is put."""
+    with closing(Hosts(request.getfixturevalue("tmp_path"))) as hosts:
+        for name in "ab":
+            hosts.start(name)
+        stores = [hosts.store(name, copies=2) for name in "ab"]
+        hosts.acquaint(stores)
+        hosts.forget_own("a")
+        yield stores[0]
+
+
 BACKENDS: dict[str, Backend] = {
+    "memory": in_memory,
+    "memory of another host": in_memory_of_another_host,
     "directory": in_directory,
     "directory without O_TMPFILE": in_directory_without_unnamed_files,
     "bucket": in_bucket,

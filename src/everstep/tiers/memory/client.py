@@ -263,8 +263,7 @@ class MemoryStore:
 
     def list(self, prefix: str, *, deadline_s: float) -> Iterator[Entry]:
         """As Store has it: of all hosts that are reached."""
-        if prefix:
-            names.check_key(prefix.removesuffix("/"))
+        names.check_prefix(prefix)
         asked = talk.Names(prefix=prefix, at=self._at, deadline_s=deadline_s)
         self._pool.let_go()
         return iter(

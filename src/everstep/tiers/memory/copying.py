@@ -10,8 +10,8 @@ not keep any more, and what all wait for is near all.
 
 Where an object must be the first of its key, one host decides: the first, in an order that all
 hosts make alike from the key, that can be reached. It has the object before anybody else; so who
-asks later is told that there is one. Hosts that don't see each other may both decide: then there
-are two, each whole, and a reader finds its own host's first.
+asks later is told that there is one, by it or by any other that has it. Hosts that don't see each
+other may both decide: then there are two, each whole, and a reader finds its own host's first.
 
 It does not know what the bytes are. Loop thread only.
 """
@@ -33,7 +33,7 @@ from everstep.tiers.memory.circle import Circle
 from everstep.tiers.memory.plane import Threads, node_of
 from everstep.tiers.memory.talk import Failed, Keep, Terms
 from everstep.tiers.memory.vault import Area, Held, Vault
-from everstep.tiers.store import Exists
+from everstep.tiers.store import Exists, Missing
 
 _AT_ONCE = 16
 
@@ -99,8 +99,13 @@ class Copying:
         held = self._vault.find(what.key)
         if held is not None and held.token != what.terms.token:
             raise Exists(f"there is an object {what.key} in memory already")
-        own = self._circle.name
-        for name in keeping.deciders(what.key, [own, *self._circle.others()]):
+        own, others = self._circle.name, self._circle.others()
+        left_s = what.end_s - self._loop.time()
+        asked = talk.Size(key=what.key, deadline_s=left_s)
+        for name, answer in (await self._circle.ask_all(others, asked, left_s)).items():
+            if held is None and isinstance(answer, talk.Sized):
+                raise Exists(f"there is an object {what.key} in the memory of {name} already")
+        for name in keeping.deciders(what.key, [own, *others]):
             if name == own:
                 break
             try:
@@ -143,6 +148,8 @@ class Copying:
             answer = await self._hand(name, what)
         except TransientError as error:
             return str(error)
+        except Missing:
+            return ""  # it has been deleted meanwhile
         return answer.text if isinstance(answer, Failed) and answer.kind != "exists" else ""
 
     async def _hand(self, name: str, what: Copied) -> talk.Answer:

@@ -122,7 +122,8 @@ class Door:
                     raise StoreError("nothing is reserved on this connection")
                 held, notes = await desk.put(key, holding.area, terms)
                 holding.area = None
-                holding.using.enter_context(desk.vault.using(held))
+                if not held.gone:
+                    holding.using.enter_context(desk.vault.using(held))
                 await self._send(sock, talk.Done(notes=notes))
             case talk.Put(key=key, data=data, terms=terms):
                 _, notes = await desk.put(key, data, terms)

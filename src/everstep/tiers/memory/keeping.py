@@ -57,9 +57,9 @@ def outdated(series: str, objects: Iterable[Kept], retained: int) -> list[str]:
 
 def is_shared(key: str) -> bool:
     """Whether an object is put on all hosts: a commit, by which each knows what may go and each
-    rank that its save is done; and a failure, which all wait for."""
+    rank that its save is done; and what else ends an attempt, which all wait for."""
     part = names.part_of(key)
-    return names.step_of(key) is not None or (part is not None and part[2] == "failed")
+    return names.step_of(key) is not None or (part is not None and part[2] in ("failed", "same"))
 
 
 def placed(sites: Sequence[talk.Site], copies: int) -> Placement:

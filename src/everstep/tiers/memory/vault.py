@@ -211,7 +211,10 @@ class Vault:
 
     @contextmanager
     def using(self, held: Held) -> Iterator[int]:
-        """A descriptor of its file, whose bytes stay what they are meanwhile."""
+        """A descriptor of its file, whose bytes stay what they are meanwhile. Raises Missing for
+        one that has been deleted."""
+        if held.gone:
+            raise Missing(f"the object {held.key} has been deleted")
         fd = os.open(held.path, os.O_RDONLY | os.O_CLOEXEC)
         held.users += 1
         try:
@@ -219,7 +222,7 @@ class Vault:
         finally:
             os.close(fd)
             held.users -= 1
-            if held.gone and not held.users:
+            if not held.users:
                 self._leaving.discard(held)
 
     def list(self, prefix: str) -> list[Held]:
