@@ -15,6 +15,7 @@ from everstep.tiers import find
 from everstep.tiers.find import NoneThere, Tier, Told
 from everstep.tiers.load import Opened, PartLost, Wanted, load, open_newest, open_told
 from everstep.tiers.store import Store
+from everstep.tiers.suspects import Suspects
 
 FLOATS = 100_000
 
@@ -283,6 +284,45 @@ def test_a_wrong_signature_refuses_the_step() -> None:
     result, receipt = load([tier(far, key=KEY)], everything)
     assert (result, receipt.behind) == (held(old), 10)
     assert "another key" in receipt.refused[0].why
+
+
+def test_a_copy_after_which_the_training_fails_twice_is_set_aside() -> None:
+    near, far = DictStore("near"), DictStore("far")
+    old = saved(far, 10)
+    new = saved(far, 20).put(near)
+    tiers = [tier(near, "memory"), tier(far)]
+    suspects, taken = Suspects(), []
+    for _ in range(6):
+        with open_newest(tiers, suspects=suspects) as opened:
+            data, receipt = everything(opened), opened.receipt
+        taken.append((receipt.step, receipt.tier, data))
+        suspects = suspects.after(receipt)
+        suspects = msgspec.json.decode(msgspec.json.encode(suspects), type=Suspects)
+    assert taken == [
+        (20, "memory", held(new)),
+        (20, "memory", held(new)),
+        (20, "durable", held(new)),
+        (20, "durable", held(new)),
+        (10, "durable", held(old)),
+        (10, "durable", held(old)),
+    ]
+    with pytest.raises(StateLost, match="set aside"):
+        open_newest(tiers, suspects=suspects)
+
+
+def test_the_others_leave_out_what_was_set_aside() -> None:
+    near, far = DictStore("near"), DictStore("far")
+    made = saved(far, 20).put(near)
+    tiers = [tier(near, "memory"), tier(far)]
+    suspects = Suspects()
+    for _ in range(2):
+        with open_newest(tiers) as opened:
+            everything(opened)
+            suspects = suspects.after(opened.receipt)
+    told = find.decide(tiers, suspects=suspects).told
+    with open_told(tiers, told) as opened:
+        assert everything(opened) == held(made)
+        assert opened.receipt.tier == "durable"
 
 
 def test_a_tier_is_named_by_where_it_is() -> None:

@@ -33,6 +33,7 @@ from everstep.tiers.names import Attempt, part_of
 from everstep.tiers.receipt import Refusal
 from everstep.tiers.signing import Standing
 from everstep.tiers.store import Missing, Store, StoreError
+from everstep.tiers.suspects import Suspects, named
 
 _STANDINGS: tuple[Standing, ...] = ("valid", "unchecked", "absent")
 
@@ -95,12 +96,14 @@ class Source:
 
 class Told(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the deciding rank tells the others. `newest`: the newest step that any tier says it
-    has. `content`: of the checkpoint."""
+    has. `content`: of the checkpoint. `aside`: copies that nobody is to take
+    (`suspects.named`)."""
 
     series: Annotated[str, Meta(max_length=64)]
     step: Count
     newest: Count
     content: Sha256
+    aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +139,13 @@ def decide(
     *,
     step: int | None = None,
     without: Collection[int] = (),
+    suspects: Suspects | None = None,
     deadline_s: float = 60.0,
 ) -> Found:
     """The newest step that is whole in the union of `tiers` (nearest first), or `step` alone.
-    `without`: steps that are not to be taken. Blocks on the stores, `deadline_s` for each request.
-    Raises NoneThere when every tier answers that it has none; StateLost, with all that was refused,
-    when those that there are can't be had."""
+    `without`: steps that are not to be taken; `suspects`: copies that are not. Blocks on the
+    stores, `deadline_s` for each request. Raises NoneThere when every tier answers that it has
+    none; StateLost, with all that was refused, when those that there are can't be had."""
     refused: list[Refusal] = []
     seen: set[int] = set()
     answering: list[Tier] = []
@@ -157,8 +161,9 @@ def decide(
     for candidate in wanted:
         if candidate in without:
             continue
+        aside = suspects.aside(candidate) if suspects is not None else ()
         for same in _by_content(_records(answering, candidate, refused, deadline_s)):
-            found = _locate(answering, same, max(seen), deadline_s)
+            found = _locate(answering, same, max(seen), aside, deadline_s)
             lacking = [part.rank for part in found.checkpoint.parts if not found.sources[part.rank]]
             if not lacking:
                 found.refused[:0] = refused
@@ -178,7 +183,7 @@ def follow(tiers: Sequence[Tier], told: Told, *, deadline_s: float = 60.0) -> Fo
     source. Raises StateLost when no tier has its record here."""
     refused: list[Refusal] = []
     for same in _by_content(_records(tiers, told.step, refused, deadline_s)):
-        found = _locate(tiers, same, told.newest, deadline_s)
+        found = _locate(tiers, same, told.newest, told.aside, deadline_s)
         if found.told == told:
             found.refused[:0] = refused
             return found
@@ -212,7 +217,13 @@ def _by_content(records: list[_Record]) -> list[list[_Record]]:
     return list(groups.values())
 
 
-def _locate(tiers: Sequence[Tier], same: list[_Record], newest: int, deadline_s: float) -> Found:
+def _locate(
+    tiers: Sequence[Tier],
+    same: list[_Record],
+    newest: int,
+    aside: tuple[str, ...],
+    deadline_s: float,
+) -> Found:
     """Where the parts of one checkpoint are. `same`: its records, which have one content."""
     checkpoint = same[0].checkpoint
     refused: list[Refusal] = []
@@ -230,13 +241,21 @@ def _locate(tiers: Sequence[Tier], same: list[_Record], newest: int, deadline_s:
                 continue
             for part in checkpoint.parts:
                 nbytes = there.get(part.rank)
-                if nbytes == part.nbytes:
+                copy = named(tier.name, source.store.where, checkpoint.step, part.rank)
+                if nbytes is not None and copy in aside:
+                    why = "set aside: twice the training failed after a restore from it"
+                    refused.append(_refused(tier, checkpoint.step, why, part.rank))
+                elif nbytes == part.nbytes:
                     sources[part.rank].append(source)
                 elif nbytes is not None:
                     why = f"it has {nbytes} bytes, the record says {part.nbytes}"
                     refused.append(_refused(tier, checkpoint.step, why, part.rank))
     told = Told(
-        series=checkpoint.series, step=checkpoint.step, newest=newest, content=content(checkpoint)
+        series=checkpoint.series,
+        step=checkpoint.step,
+        newest=newest,
+        content=content(checkpoint),
+        aside=aside,
     )
     return Found(
         checkpoint=checkpoint,

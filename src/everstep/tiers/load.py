@@ -31,6 +31,7 @@ from everstep.tiers.catalog import Checkpoint, PartManifest, check_block
 from everstep.tiers.find import Found, Source, Tier, Told
 from everstep.tiers.receipt import PartSource, Receipt, Refusal
 from everstep.tiers.store import Store, StoreError
+from everstep.tiers.suspects import Suspects
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -387,10 +388,11 @@ def open_newest(
     *,
     step: int | None = None,
     without: Collection[int] = (),
+    suspects: Suspects | None = None,
     deadline_s: float = 60.0,
 ) -> Opened:
     """Open the newest whole checkpoint of `tiers` (nearest first), as `find.decide` does."""
-    found = find.decide(tiers, step=step, without=without, deadline_s=deadline_s)
+    found = find.decide(tiers, step=step, without=without, suspects=suspects, deadline_s=deadline_s)
     return Opened(found, deadline_s=deadline_s)
 
 
