@@ -40,14 +40,14 @@ class Hosts:
         self._homes: dict[int, str] = {}  # by node, its host
         self._nodes: dict[int, int] = {}  # by rank
 
-    def killed(self, tamper: Tamper, **settings: Any) -> Result:
+    def killed(self, tamper: Tamper, *, come_back: bool = True, **settings: Any) -> Result:
         """A job whose nodes but one die after a step, and come back after `tamper` had their
-        memory."""
+        memory, if they do."""
 
         def lose() -> None:
             self._kill()
             tamper([self._memory(host) for host in HOSTS])
-            for host in HOSTS:
+            for host in HOSTS if come_back else ():
                 self._start(host)
 
         return self._run(lose, lambda: None, **settings)
@@ -186,7 +186,7 @@ def test_copies_that_another_jobs_start_has_swept_are_missed_by_name(hosts: Host
             sweep(memory, "another-run")
             assert not list(memory.glob("everstep-copies-*"))
 
-    result = hosts.killed(start_another, spare_wait_s=1.0)
+    result = hosts.killed(start_another, come_back=False, spare_wait_s=1.0)
     assert result.exit_code != 0
     assert "is lost: no whole copy is left" in result.text, story(result)
     assert "that were in the memory of ada and ben, within 1 s (--spare-wait)" in result.text
