@@ -37,6 +37,7 @@ parser.add_argument("--linger", type=float, default=0.0, help="wait before the l
 parser.add_argument("--fail-at", type=int, default=0, help="rank 1 raises in this step, always")
 parser.add_argument("--sgd", action="store_true")
 parser.add_argument("--function-data", action="store_true")
+parser.add_argument("--checkpoint", help="a directory for checkpoints, every second step")
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -89,6 +90,8 @@ things: dict[str, Any] = {
 if args.ema:
     things["ema"] = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
 run.protect(**things)
+if args.checkpoint:
+    run.checkpoint(args.checkpoint, durable_every=2, durable_retained=0, on_busy="wait")
 started = run.once(lambda: random.random())
 
 

@@ -102,7 +102,14 @@ class TieredWriter(StorageWriter):
         self._wait = wait
         self.everywhere = False
         """Save to all tiers, whatever the cadences say."""
-        self._about = {"config": dict(config or {}), "run_id": run_id, "parent": parent}
+        cadences = {
+            name: getattr(settings, name) for name in ("memory_every", "durable_every", "copies")
+        }
+        self._about = {
+            "config": {"everstep": cadences, **(config or {})},
+            "run_id": run_id,
+            "parent": parent,
+        }
         self._home = os.getpid()
         self._now = threading.local()
 

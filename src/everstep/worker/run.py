@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,12 @@ from everstep.worker.progress import Phase
 from everstep.worker.recovery import PATIENCE_S, Recovery
 from everstep.worker.runtime import Drawn, Worker
 from everstep.worker.section import Sections
-from everstep.worker.shards import shard_key
+from everstep.worker.shards import said_ranks, shard_key
 from everstep.worker.state import State
 from everstep.worker.transaction import Step
+
+if TYPE_CHECKING:
+    from everstep.worker.saves import Saves
 
 T = TypeVar("T")
 
@@ -42,6 +46,7 @@ class Run:
         self._recovery, self._between = Recovery(worker), Between(worker)
         self._sections = Sections(worker, self._recovery, self._between, self._is_in_step)
         self._looping = False
+        self._saves: Saves | None = None
         if dist.is_initialized():
             raise UserError(
                 "torch.distributed is set up already; everstep.init() stands where "
@@ -158,6 +163,7 @@ class Run:
             worker.source = things.pop(name)
         state = State(things)
         state.own = Own(local)
+        state.said = said_ranks(replicas, worker.spec.rank)
         worker.wrappers.check()
         state.shard = shard_key(
             state.modules,
@@ -234,6 +240,41 @@ class Run:
             return functools.partial(self.section, ranks=ranks, undo=undo)
         return self._sections.make(function, ranks=ranks, undo=undo)
 
+    def checkpoint(
+        self,
+        destination: str = "",
+        *,
+        memory_every: int = 0,
+        durable_every: int = 0,
+        series: str = "",
+        **more: Any,
+    ) -> None:
+        """Keep checkpoints of what is protected: every `memory_every` steps in the memory of the
+        hosts, every `durable_every` steps, and at the end, at `destination` (a directory that all
+        hosts share, or an object store's address). From then on `run.batches` saves by itself.
+
+        `series`: under which name (the script's, if none is given); `more`: any other field of
+        `everstep.tiers.TierSettings`. Called once, after `protect`, before the loop, on all ranks
+        alike. Raises UserError elsewhere, and for settings that can't be."""
+        worker = self._worker
+        if worker.state is None or self._looping or self._saves is not None:
+            raise UserError(
+                "run.checkpoint(...) is called once, after run.protect(...) and before the loop"
+            )
+        from everstep.tiers.settings import TierSettings
+        from everstep.worker.saves import Saves  # takes torch's distributed checkpoint along
+
+        settings = TierSettings(
+            series=series or Path(worker.spec.script.target).stem,
+            destination=destination,
+            memory_every=memory_every,
+            durable_every=durable_every,
+            **more,
+        )
+        self._saves = Saves(
+            worker, self._sections, settings, gradients=lambda: self._recovery.gradients
+        )
+
     # ------------------------------------------------------------ the loop
 
     def batches(self, *, until: int) -> Iterator[Any]:
@@ -263,6 +304,8 @@ class Run:
         if worker.drawn is not None and not worker.joining and worker.committed < worker.drawn.step:
             raise UserError(f"the batch of step {worker.drawn.step} was given to no step function")
         worker.faults.fire("between")
+        if self._saves is not None and not worker.joining:
+            self._saves.between(last=worker.committed >= until)
         if worker.joining:
             worker.control.send(messages.Wait())
             position = worker.control.take(messages.Position, PATIENCE_S)
@@ -309,6 +352,8 @@ class Run:
         ended."""
         worker = self._worker
         self._close()
+        if self._saves is not None:
+            self._saves.close()
         if worker.closed and worker.log:  # of what came after the loop
             log, worker.log = worker.log, {}
             generation = worker.communicators.generation

@@ -75,6 +75,7 @@ class Worker:
         self.rng_key = b""
         self.joining = spec.joiner
         self.committed = 0
+        self.base = 0  # the step at which this job's ranks began
         self.drawn: Drawn | None = None
         self.closed = False
         self.place = Place()

@@ -43,7 +43,7 @@ def shard_key(
     or global ranks, of those that hold the same as this rank. Raises UserError if this rank is not
     among them."""
     world = tuple(range(world_size))
-    said = _said_ranks(replicas, rank)
+    said = said_ranks(replicas, rank)
     pieces: list[tuple[Any, ...]] = [] if said is None else [("replicas", said)]
     places: dict[str, int] = {}
     for prefix, module in modules.items():
@@ -66,7 +66,8 @@ def shard_key(
     return f"{', '.join(words)} ({digest})"
 
 
-def _said_ranks(replicas: Any, rank: int) -> tuple[int, ...] | None:
+def said_ranks(replicas: Any, rank: int) -> tuple[int, ...] | None:
+    """The ranks of `protect(replicas=...)`; None where it says nothing. Raises UserError."""
     if replicas is None:
         return None
     ranks = _ranks_of(replicas)

@@ -119,6 +119,8 @@ class State:
         """What belongs to this rank alone, by the script's word."""
         self.shard = WHOLE
         """Which part of the job's state this is: the key that replicas have alike."""
+        self.said: tuple[int, ...] | None = None
+        """The ranks that hold the same, where the script says it."""
         self.changing: tuple[str, ...] = ()
         self.late: set[str] = set()
         """Buffers that the step changes after its update: replicas that change."""
