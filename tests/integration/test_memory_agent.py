@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.integration.joblab import SCRIPTS, run_script
 
 from everstep.tiers import names
 from everstep.tiers.memory.client import MemoryStore, connect
@@ -226,3 +227,31 @@ def _has_more(store: MemoryStore, than: int) -> bool:
 
 def _numbers(store: MemoryStore) -> list[int]:
     return [int(entry.key.removeprefix("run/")) for entry in store.list("run/", deadline_s=S)]
+
+
+@pytest.mark.slow
+def test_a_node_of_a_job_keeps_what_its_ranks_put_and_others_copies(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").glob(PREFIX + "*"))
+    result = run_script(
+        tmp_path / "jobs",
+        script=SCRIPTS / "in_memory.py",
+        nproc=1,
+        local_nodes=3,
+        spares=1,
+        faults=("node:index=0,step=3",),
+    )
+    assert result.exit_code == 0, result.text + "\n".join(result.lines)
+    told = [line.split(": ", 1)[1] for line in result.lines]
+    assert told.count("notes []") == 3
+    assert told.count("all are there") == 3
+    assert set(Path("/dev/shm").glob(PREFIX + "*")) == before
+
+
+@pytest.mark.slow
+def test_a_job_on_one_machine_keeps_what_its_ranks_put(tmp_path: Path) -> None:
+    result = run_script(
+        tmp_path / "jobs", script=SCRIPTS / "in_memory.py", nproc=2, faults=("kill:rank=1,step=2",)
+    )
+    assert result.exit_code == 0, result.text + "\n".join(result.lines)
+    assert sum("all are there" in line for line in result.lines) == 2
+    assert sum("and has no secret" in line for line in result.lines) >= 1
