@@ -231,6 +231,22 @@ async def test_where_all_nodes_had_been_lost_nobody_is_waited_for(tmp_path: Path
     assert (ended.exit_code, coordinating.told_late) == (1, False)
 
 
+@on_a_loop
+@pytest.mark.parametrize("told", [[0], []])
+async def test_nodes_that_have_been_told_are_not_waited_for(
+    tmp_path: Path, told: list[int]
+) -> None:
+    end = {"exit_code": 0, "text": "", "cause": None}
+    begun(tmp_path, ("job_ended", end), ("nodes_told", {"nodes": told}))
+    coordinating = made(tmp_path, lease_s=600.0 if told else 0.1)
+    await asyncio.wait_for(coordinating.run(), PATIENCE_S)
+    view = coordinating._view
+    assert isinstance(view, Shown)
+    words = "1 node may not have heard of that, and can come back for 0.5 s"
+    assert view.said == ([] if told else [f"note: this run is over already; {words}"])
+    assert events_of(tmp_path)[-1] == "nodes_told"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -69,6 +69,11 @@ TAIL = [
 WHOLE = [*HEAD, FIRED, OPENED, *RECOVERY, *TAIL]
 
 
+def test_what_is_written_after_the_end_costs_nothing() -> None:
+    late = line(90.0, "nodes_told", nodes=[0])
+    assert fold([*WHOLE, late]) == fold(WHOLE)
+
+
 def sums(ledger: Ledger) -> None:
     parts = (ledger.setup_s, ledger.step_s, ledger.discarded_s, ledger.incident_s, ledger.rest_s)
     assert ledger.wall_s == sum(parts)

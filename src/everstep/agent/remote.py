@@ -84,6 +84,8 @@ class Registry:
         self._strays: set[_Process] = set()  # that were spoken of
         self._untold: dict[int, nodes.Report] = {}  # of those that wait to be admitted, by number
         self._timers: dict[int, asyncio.TimerHandle] = {}  # until strays are hung up on, by peer
+        self.told: set[int] = set()
+        """Numbers of those that have ended, and know that the job has."""
         self._came: set[int] = set()  # numbers of those that have reported their part
         self._some_came = asyncio.Event()
         self._term = term
@@ -152,6 +154,7 @@ class Registry:
             self._leave(peer, node, message)
         elif isinstance(message, nodes.Gone):
             node.gone.set()
+            self.told.add(node.number)
         elif isinstance(message, nodes.Reclaimed):
             tell_owner(node.berth, self._parts.reclaimed(peer, message))
         else:

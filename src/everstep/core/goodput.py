@@ -27,7 +27,7 @@ also where coordinators of several hosts have written it: whoever reads it has s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,13 +117,21 @@ class Ledger:
         return counts
 
 
+def _until_the_end(records: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Those up to the job's end: what is written later costs it nothing."""
+    for record in records:
+        yield record
+        if record.get("event") == "job_ended":
+            return
+
+
 def fold(records: Iterable[Mapping[str, Any]]) -> Ledger:
     """Fold a journal's records, in their order, into the ledger.
 
     Records that it does not know are passed over. Pure; raises KeyError or ValueError on a known
     record without its fields.
     """
-    journal = [record for record in records if "t" in record]
+    journal = list(_until_the_end(record for record in records if "t" in record))
     drafts = _incidents(journal)
     entries = tuple(_entry(draft, journal) for draft in drafts)
     parts = _parts(journal, entries, [draft.last_step_inside for draft in drafts])

@@ -27,7 +27,8 @@ class Past:
     records of these words, if they are there. `recorded`: the newest step; `incidents`: how many
     were opened, `open_incident`, `holders`: as events.Resumed has them. `loss`: a node with ranks
     was lost, and no incident has been opened since. `hosts`: by node. `here`: nodes that joined
-    and were not lost. `fired`: numbers of the faults on purpose that have."""
+    and were not lost, and may not know of the end. `fired`: numbers of the faults on purpose that
+    have."""
 
     term: int = -1
     started: Mapping[str, Any] | None = None
@@ -77,6 +78,8 @@ def recall(records: Iterable[Mapping[str, Any]]) -> Past:
                 past.open_incident = None
             case "spawned" if past.open_incident is not None:
                 past.open_incident.respawned = True
+            case "nodes_told":
+                past.here.difference_update(record["nodes"])
             case "node_joined" | "gathered" | "node_lost" | "node_displaced" | "node_replaced":
                 _take_node(past, record)
     return past

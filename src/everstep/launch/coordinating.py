@@ -324,15 +324,15 @@ class Coordinating:
                 fleet.resume(past.resumed(tenancy.term), past.fired)
             for number in self._asked:
                 fleet.stop_asked(number)
-            return await self._until_over(fleet, tenancy, registry.port)
+            return await self._until_over(fleet, tenancy, registry)
         finally:
             registry.close()
 
-    async def _until_over(self, fleet: Fleet, tenancy: Tenancy, port: int) -> End:
+    async def _until_over(self, fleet: Fleet, tenancy: Tenancy, registry: Registry) -> End:
         """Wait for the job's end, and have all nodes end it."""
         goes_on = False  # unless it turns out that it is not ours to end
         try:
-            await tenancy.publish(self._host, port)
+            await tenancy.publish(self._host, registry.port)
             ends: set[asyncio.Future[Any]] = {fleet.ended, tenancy.lost, self._cut}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not tenancy.holds:
@@ -353,7 +353,7 @@ class Coordinating:
             if goes_on or not tenancy.holds:
                 fleet.leave()
             else:
-                await fleet.close()
+                await _close(fleet, registry, tenancy)
 
     async def _tell_end(
         self, fleet: Fleet, registry: Registry, tenancy: Tenancy, past: Past
@@ -369,7 +369,7 @@ class Coordinating:
             limit_s = min(self._settings.rejoin_timeout_s, 5 * self._settings.lease_s)
             if past.here:
                 who = f"{len(past.here)} node{'' if len(past.here) == 1 else 's'}"
-                may = f"{who} may not have heard of it and have {limit_s:g} s to come back"
+                may = f"{who} may not have heard of that, and can come back for {limit_s:g} s"
                 self._show("over", f"this run is over already; {may}")
             await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         except LeaseLost as error:
@@ -377,8 +377,16 @@ class Coordinating:
         finally:
             coming.cancel()
             self.told_late = fleet.peopled
-            await fleet.close()
+            await _close(fleet, registry, tenancy)
         return end
+
+
+async def _close(fleet: Fleet, registry: Registry, tenancy: Tenancy) -> None:
+    """Have all nodes end, and write down which have: who comes next need not wait for those."""
+    await fleet.close()
+    if tenancy.holds:
+        told = Record(event="nodes_told", fields={"nodes": sorted(registry.told)})
+        fleet.record(told, shown=False)
 
 
 def _deposed(tenancy: Tenancy) -> DeposedError:
