@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from everstep.core import events
-from everstep.types import Cause, CauseKind
+from everstep.types import Cause, CauseKind, StateFrom
 from everstep.wire import messages, nodes
 from everstep.wire.messages import ChaosSpec, FromWorker
 
@@ -37,6 +37,7 @@ def node_back(
                 finished=member.finished,
                 closed=member.closed,
                 bye=member.bye,
+                base=member.base,
             )
             for member in report.members
         ),
@@ -52,6 +53,7 @@ def node_back(
         protected=tuple(protected),
         copies=report.copies,
         peers=report.peers,
+        saved={StateFrom(tier): step for tier, step in report.saved.items()},
     )
 
 
@@ -82,6 +84,21 @@ def plain_event(rank: int, incarnation: int, message: FromWorker) -> events.Even
                 sections=sections,
                 at_s=at_s,
             )
+        case messages.Loaded():
+            return events.Loaded(
+                rank=rank,
+                incarnation=incarnation,
+                generation=message.generation,
+                step=message.step,
+                ok=message.ok,
+                text=message.text,
+                newest=message.newest,
+                tier=StateFrom(message.tier),
+                parts=message.parts,
+                seconds=message.seconds,
+            )
+        case messages.Saved(step=step, tier=tier):
+            return events.Saved(rank=rank, incarnation=incarnation, step=step, tier=StateFrom(tier))
         case messages.Wait():
             return events.Waiting(rank=rank, incarnation=incarnation)
         case messages.Park(generation=generation, holding=holding, rehearsed_passes=passes):

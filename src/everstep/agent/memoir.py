@@ -44,7 +44,7 @@ class _Life:
     """One living worker. `stopped`: the newest generation that it was told to stop, or that failed
     for it. `led_to`: the position to which its newest regroup leads. `fault`: its word of a failure
     in its present world. `addresses`: those of it, by group, for which it has not got the others'
-    yet."""
+    yet. `base`: the step of the checkpoint at which it began."""
 
     generation: int
     joining: bool
@@ -58,6 +58,7 @@ class _Life:
     finished: bool = False
     closed: bool = False
     bye: bool = False
+    base: int = 0
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class Memoirs:
         self._ended: dict[int, nodes.Died] = {}
         self._unwritten: dict[int, _Unwritten] = {}
         self._ranks: set[int] = set()
+        self._saved: dict[str, int] = {}  # by tier, the newest checkpoint
         self._slot = -1
 
     # ------------------------------------------------------------ what happens
@@ -123,6 +125,10 @@ class Memoirs:
         if life is None:
             return
         match message:
+            case messages.Loaded(step=step, ok=True):
+                life.base, life.position = step, (step, 0)
+            case messages.Saved(step=step, tier=tier):
+                self._saved[tier] = max(step, self._saved.get(tier, 0))
             case messages.Commit(step=step, sections=sections):
                 life.position = (step, sections)
             case messages.Fault(generation=generation):
@@ -231,11 +237,13 @@ class Memoirs:
                     finished=life.finished,
                     closed=life.closed,
                     bye=life.bye,
+                    base=life.base,
                 )
                 for (rank, incarnation), life in sorted(self._lives.items())
             ),
             ended=tuple(self._ended[rank] for rank in sorted(self._ended)),
             copies=tuple(copies),
+            saved=dict(self._saved),
             listens=listens,
             run_id=run_id,
         )

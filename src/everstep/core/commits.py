@@ -21,11 +21,11 @@ _START: Position = (0, 0)
 
 
 class Commits:
-    """The position of every rank of a world. Pure state."""
+    """The position of every rank of a world, which all begin at `start`. Pure state."""
 
-    def __init__(self, world_size: int) -> None:
-        self._of = [_START] * world_size
-        self._ranks_at = Counter({_START: world_size})
+    def __init__(self, world_size: int, start: Position = _START) -> None:
+        self._of = [start] * world_size
+        self._ranks_at = Counter({start: world_size})
 
     def __getitem__(self, rank: int) -> int:
         """The steps that `rank` has committed."""

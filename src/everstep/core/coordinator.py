@@ -28,6 +28,7 @@ from everstep.core.membership import Member, Status
 from everstep.core.nodes import Layout
 from everstep.core.overview import Overview, overview
 from everstep.core.reconvene import begin, on_back, on_first, on_said
+from everstep.core.reload import on_loaded, on_saved, refuse_fresh
 from everstep.core.settle import settle
 from everstep.core.severed import look_at_time, on_probed, on_regroup_failed
 from everstep.core.silence import on_inspected, on_silent
@@ -192,6 +193,8 @@ class Coordinator:
                     job.copies.waive(member.rank, step)
             case ev.Finished():
                 job.membership.finish(member)
+            case ev.Saved():
+                on_saved(job, event)
             case ev.Refused(text=text, exit_code=exit_code):
                 job.end(exit_code, text, None, member.rank)
             case (
@@ -200,6 +203,7 @@ class Coordinator:
                 | ev.Parked(generation=generation)
                 | ev.Regrouped(generation=generation)
                 | ev.Restored(generation=generation)
+                | ev.Loaded(generation=generation)
                 | ev.Closing(generation=generation)
             ):
                 found = generation == job.found_in and isinstance(event, ev.Committed | ev.Faulted)
@@ -210,6 +214,10 @@ class Coordinator:
         """What a worker said in the current generation."""
         job = self._job
         match event:
+            case ev.Loaded():
+                on_loaded(job, member, event)
+            case ev.Committed(step=step) if job.must_begin and step > 0:
+                refuse_fresh(job)
             case ev.Committed(step=step, sections=sections):
                 job.commits.made(member.rank, (step, sections))
             case ev.Faulted():

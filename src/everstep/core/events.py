@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from everstep.core.hang import Evidence
 from everstep.core.ladder import Incident
 from everstep.core.words import name_signal
-from everstep.types import Cause, HeldCopy, Holding, Position, Stamp
+from everstep.types import Cause, HeldCopy, Holding, Position, Stamp, StateFrom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class MemberBack:
     has it failed. `stopped`: it was stopped in that world, whatever it may
     have restored. `position`: what it has committed, or restored. `left_at`, `finished`: as the
     events Closing and Finished say. `closed`: it was told that the closing fence is open. `bye`: it
-    was told that it may exit."""
+    was told that it may exit. `base`: the step of the checkpoint at which it began, if it did."""
 
     rank: int
     incarnation: int
@@ -113,6 +113,7 @@ class MemberBack:
     finished: bool = False
     closed: bool = False
     bye: bool = False
+    base: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +121,17 @@ class Resumed(Event):
     """Instead of JobStarted, the first event of a coordinator that takes over a job that runs:
     number `term`, 1 or more; each term is given once. What the journal tells: `recorded`, the
     newest step in it; `incidents`, how many were opened; `open_incident`, the one that has not
-    been closed, if any; `holders`: by slot, the node that held it last, as far as is known."""
+    been closed, if any; `holders`: by slot, the node that held it last, as far
+    as is known. `base`: the step of the checkpoint at which its ranks began; `saved`: by tier, the
+    newest checkpoint that there is."""
 
     term: int
     recorded: int = 0
     incidents: int = 0
     open_incident: Incident | None = None
     holders: dict[int, Holder] = field(default_factory=dict)
+    base: int = 0
+    saved: dict[StateFrom, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +150,7 @@ class NodeBack(Event):
     its workers that are dead, the newest of each rank at most, with their cause. `protected`: what
     ranks said in set-up, as far as it knows, also of ranks elsewhere. `copies`: those in its
     memory. `peers`: the nodes that held slots when its newest world began; none
-    where it has not been told."""
+    where it has not been told. `saved`: by tier, the newest checkpoint of which its ranks know."""
 
     node: int
     host: str
@@ -156,6 +161,7 @@ class NodeBack(Event):
     protected: tuple[Protected, ...] = ()
     copies: tuple[HeldCopy, ...] = ()
     peers: tuple[int, ...] = ()
+    saved: dict[StateFrom, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +173,31 @@ class Committed(WorkerEvent):
     step: int
     at_s: float
     sections: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded(WorkerEvent):
+    """Before its first step the rank has taken its part of the checkpoint of `step`; 0: there is
+    none. `ok` False: there are some, and none can be had. `text`: what was refused on the way, and
+    why. `newest`: the newest step that any tier says it has. `tier`: that which gave the most;
+    `parts`: (part's rank, tier, where, bytes) of all that was read, in `seconds`."""
+
+    generation: int
+    step: int
+    ok: bool = True
+    text: str = ""
+    newest: int = 0
+    tier: StateFrom = StateFrom.DURABLE
+    parts: tuple[tuple[int, str, str, int], ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(WorkerEvent):
+    """The checkpoint of `step` exists in `tier`."""
+
+    step: int
+    tier: StateFrom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

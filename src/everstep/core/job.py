@@ -22,7 +22,7 @@ that is lost (`core.handover`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from everstep.core import actions as do
 from everstep.core import events as ev
@@ -37,7 +37,7 @@ from everstep.core.reach import Reach
 from everstep.core.reclaim import Reclaims
 from everstep.core.rejoined import Rejoined
 from everstep.core.words import name_ranks, verb
-from everstep.types import Cause, CauseKind, HeldCopy, Holding, Plan, Position
+from everstep.types import Cause, CauseKind, HeldCopy, Holding, Plan, Position, StateFrom
 
 _COPIES_DIFFER = (
     "the copies differ: those ranks are no replicas of each other, or a copy is corrupt. Look for "
@@ -101,6 +101,11 @@ class Job:
         self.copy_deadline_s: float | None = None  # by when a node must come back with a copy
         self.placement: Placement | None = None  # of copies, on several nodes
         self.recorded = 0  # the newest step in the journal
+        self.ever = 0  # the newest that was ever there
+        self.base = 0  # the step at which all began: of the checkpoint that they took
+        self.begun = False  # it is known at which checkpoint
+        self.must_begin = False  # they have to take one: there were steps before
+        self.saved: dict[StateFrom, int] = {}  # by tier, the newest checkpoint that is known
         self.protected: dict[int, ev.Protected] = {}  # what each rank said in the job's set-up
         self.first_of: dict[str, ev.Protected] = {}  # of those, the first of each shard
         self.resumed_at: Position = (0, 0)  # where the ranks stood after the last recovery
@@ -198,6 +203,7 @@ class Job:
         while self.recorded < done:
             self.recorded += 1
             self.out.record("step", step=self.recorded, generation=self.generation)
+        self.ever = max(self.ever, self.recorded)
 
     def nothing(self, rank: int) -> Holding:
         """The holding of a rank whose process has no state."""
@@ -227,7 +233,8 @@ class Job:
                 self.budget.joiner_lost(rank)
         else:
             failed = name_ranks([rank, *others])
-            self.stop_all(f"{failed} failed before any step was committed")
+            since = f" after step {self.base}" if self.base else ""
+            self.stop_all(f"{failed} failed before any step was committed{since}")
         if cause.fault is not None:
             self.budget.on_purpose()
         elif not is_echo(cause) and cause.kind is not CauseKind.NODE:
@@ -266,26 +273,31 @@ class Job:
         """A failed attempt: stop what runs, or, while nothing is committed, start it again for
         `reason`."""
         self.budget.stopped()
-        if self.commits.newest[0] == 0:
+        if self.commits.newest[0] <= self.base:
             self.start_again(reason)
         else:
             self.stop()
 
     def start_again(self, reason: str) -> None:
-        """Nothing is committed: kill all that live. `settle` spawns each rank anew when its process
-        has been reaped."""
+        """Nothing is committed, or only what a checkpoint has: kill all that live. `settle` spawns
+        each rank anew when its process has been reaped."""
         assert self.incident is not None
+        if self.base and not self.incident.reloads:
+            self.incident.reload(*newest(self.saved or {StateFrom.DURABLE: self.base}))
         self.membership.advance()
         self.phase, self.closed, self.stop_seen = Phase.SETTING_UP, False, False
         self.deadline_s = self.now_s + self.policy.setup_timeout_s
         self.commits, self.resumed_at = Commits(self.world_size), (0, 0)
+        self.recorded = self.base = 0
+        self.begun, self.must_begin = False, self.ever > 0
         self.copies, self.copy_deadline_s = CopyTable(), None
         self.reclaims.clear()
         self.reach.clear()
         self.protected, self.first_of = {}, {}
         self.plan = None
         everybody = verb(range(self.world_size), "starts", "start")
-        self.incident.start_again(f"{reason}; {everybody} again from the script")
+        where = "a checkpoint" if self.incident.reloads else "the script"
+        self.incident.start_again(f"{reason}; {everybody} again from {where}")
         for member in self.membership.members():
             if not member.doomed:
                 self.doom(member, f"{reason}; all ranks start again")
@@ -374,3 +386,9 @@ class Job:
             still = member.holding is not None or member.status is Status.WAITING
             waits = member.doomed or (phase is Phase.STOPPING and not still)
             assert (member.deadline_s is not None) == waits, (phase, member)
+
+
+def newest(saved: Mapping[StateFrom, int]) -> tuple[int, StateFrom]:
+    """The newest of the checkpoints that are known, and the nearest tier that has it."""
+    step = max(saved.values())
+    return step, StateFrom.MEMORY if saved.get(StateFrom.MEMORY) == step else StateFrom.DURABLE

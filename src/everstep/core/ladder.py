@@ -136,8 +136,9 @@ class Incident:
     the first commit above it ends the incident. `respawned`: a process was replaced in it.
     `replaced`: a node was lost in it, so that its ranks go to another. `takeovers`: by slot, who
     took it over, in words. `went_back`: all ranks went to copies of a step before the newest that
-    was committed. `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps that all
-    ranks had committed and that are done again. `decision`: how they go on, in words."""
+    was committed. `fetched`: a rank has taken state from a peer in it. `steps_lost`: steps that
+    all ranks had committed and that are done again. `reloads`: all ranks begin at a checkpoint.
+    `decision`: how they go on, in words."""
 
     number: int
     rank: int
@@ -149,6 +150,7 @@ class Incident:
     went_back: bool = False
     fetched: bool = False
     steps_lost: int = 0
+    reloads: bool = False
     state_from: StateFrom = StateFrom.PROCESS
     decision: str = ""
     takeovers: dict[int, str] = field(default_factory=dict)
@@ -157,6 +159,8 @@ class Incident:
     @property
     def rung(self) -> Rung:
         """Who runs afterwards."""
+        if self.reloads:
+            return Rung.MEMORY if self.state_from is StateFrom.MEMORY else Rung.DURABLE
         if self.went_back:
             return Rung.MEMORY
         if self.replaced:
@@ -182,6 +186,8 @@ class Incident:
         fetches = any(part.decision is Decision.FETCH for part in plan.ranks)
         self.floor, self.decision = plan.step, plan.reason
         self.failed.clear()
+        if self.reloads:
+            return
         if any(part.copy for part in plan.ranks):
             self.state_from = StateFrom.MEMORY
             self.went_back |= plan.position < newest
@@ -189,11 +195,26 @@ class Incident:
             self.state_from = StateFrom.PEER if fetches or self.fetched else StateFrom.PROCESS
 
     def start_again(self, reason: str) -> None:
-        """Take note that all ranks start again from the script, since nothing is committed."""
-        self.floor, self.decision = 0, reason
+        """Take note that all ranks start again: from the script, since nothing is committed, or
+        from a checkpoint."""
+        self.decision = reason
         self.failed.clear()
         self.respawned = True
-        self.state_from = StateFrom.SCRIPT
+        if not self.reloads:
+            self.floor, self.state_from = 0, StateFrom.SCRIPT
+
+    def reload(self, step: int, tier: StateFrom) -> None:
+        """Take note that all ranks will begin at a checkpoint, most likely that of `step`."""
+        self.reloads, self.floor, self.state_from = True, step, tier
+
+    def reloaded(self, step: int, tier: StateFrom, refused: str) -> None:
+        """Take note that they have begun at that of `step`, from `tier`. `refused`: what was not
+        taken, and why."""
+        self.steps_lost += self.floor - step
+        self.reload(step, tier)
+        where = "memory" if tier is StateFrom.MEMORY else "the durable tier"
+        passed = f" (passed over: {refused})" if refused else ""
+        self.decision += f"; they took the checkpoint of step {step} from {where}{passed}"
 
 
 def is_echo(cause: Cause) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from everstep.core import actions as do
-from everstep.core.events import Restored
+from everstep.core.events import Loaded, Restored
 from everstep.core.ladder import Incident
 from everstep.core.membership import Member
 from everstep.core.nodes import Node
@@ -84,6 +84,20 @@ class Outbox:
             nbytes=restored.nbytes,
             ok=restored.ok,
             at_s=restored.at_s,
+        )
+
+    def loaded(self, loaded: Loaded) -> None:
+        """A rank has taken its part of a checkpoint."""
+        self.record(
+            "checkpoint_loaded",
+            rank=loaded.rank,
+            generation=loaded.generation,
+            step=loaded.step,
+            newest=loaded.newest,
+            tier=loaded.tier.value,
+            parts=[list(part) for part in loaded.parts],
+            seconds=loaded.seconds,
+            text=loaded.text,
         )
 
     def failed(

@@ -25,15 +25,17 @@ from everstep.types import CauseKind, StateFrom
 class Past:
     """`term`: of the newest coordinator, -1 if there was none. `started`, `ended`: the
     records of these words, if they are there. `recorded`: the newest step; `incidents`: how many
-    were opened, `open_incident`, `holders`: as events.Resumed has them. `loss`: a node with ranks
-    was lost, and no incident has been opened since. `hosts`: by node. `here`: nodes that joined
-    and were not lost, and may not know of the end. `fired`: numbers of the faults on purpose that
-    have."""
+    were opened; `base`, `saved`, `open_incident`, `holders`: as events.Resumed has them. `loss`: a
+    node with ranks was lost, and no incident has been opened since. `hosts`: by node. `here`: nodes
+    that joined and were not lost, and may not know of the end. `fired`: numbers of the faults on
+    purpose that have."""
 
     term: int = -1
     started: Mapping[str, Any] | None = None
     ended: Mapping[str, Any] | None = None
     recorded: int = 0
+    base: int = 0
+    saved: dict[StateFrom, int] = field(default_factory=dict)
     incidents: int = 0
     open_incident: Incident | None = None
     loss: bool = False
@@ -47,6 +49,8 @@ class Past:
         return Resumed(
             term=term,
             recorded=self.recorded,
+            base=self.base,
+            saved=dict(self.saved),
             incidents=self.incidents,
             open_incident=self.open_incident,
             holders=dict(self.holders),
@@ -76,8 +80,12 @@ def recall(records: Iterable[Mapping[str, Any]]) -> Past:
                 _take_failure(past, record)
             case "incident_closed":
                 past.open_incident = None
-            case "spawned" if past.open_incident is not None:
-                past.open_incident.respawned = True
+            case "spawned":
+                _take_spawn(past, joiner=record["joiner"])
+            case "checkpoint_saved":
+                past.saved[StateFrom(record["tier"])] = record["step"]
+            case "checkpoint_loaded":
+                _take_load(past, record["step"], StateFrom(record["tier"]), record["text"])
             case "nodes_told":
                 past.here.difference_update(record["nodes"])
             case "node_joined" | "gathered" | "node_lost" | "node_displaced" | "node_replaced":
@@ -108,6 +116,23 @@ def _take_plan(past: Past, record: Mapping[str, Any]) -> None:
         incident.fetched |= incident.state_from is StateFrom.PEER
         incident.steps_lost += lost
         incident.failed.clear()
+
+
+def _take_spawn(past: Past, *, joiner: bool) -> None:
+    if past.open_incident is not None:
+        past.open_incident.respawned = True
+    if not joiner:
+        past.base = 0  # all start again
+
+
+def _take_load(past: Past, step: int, tier: StateFrom, refused: str) -> None:
+    """A rank has begun at a checkpoint, as all do."""
+    if past.base == step:
+        return
+    past.base = past.recorded = step
+    past.saved = {where: kept for where, kept in past.saved.items() if kept <= step} | {tier: step}
+    if past.open_incident is not None:
+        past.open_incident.reloaded(step, tier, refused)
 
 
 def _take_node(past: Past, record: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from everstep.core.agreement import shared
 from everstep.core.job import Job, Phase
 from everstep.core.nodes import Node
 from everstep.core.rejoined import Failure, Rejoined
+from everstep.core.reload import on_saved
 from everstep.types import TERM_STRIDE, Cause
 
 GONE_ON = "the job has gone on without it"
@@ -36,6 +37,7 @@ def begin(job: Job, event: ev.Resumed) -> None:
     job.membership.number_from(event.term * TERM_STRIDE)
     job.reach.number_from(event.term * TERM_STRIDE)
     job.budget.incidents, job.recorded = event.incidents, event.recorded
+    job.ever, job.base, job.saved = event.recorded, event.base, dict(event.saved)
     for rank in range(job.world_size):
         job.commits.made(rank, (event.recorded, 0))
     if event.open_incident is not None:
@@ -71,6 +73,8 @@ def on_back(job: Job, event: ev.NodeBack) -> None:
     rejoined.reports[event.node] = event
     for said in event.protected:
         _learn(job, said)
+    for tier, step in event.saved.items():
+        job.saved[tier] = max(step, job.saved.get(tier, 0))
     for copy in event.copies:
         job.copies.kept(copy.rank, copy.step, event.node, copy.stamp)
     if event.slot is not None and _wins_slot(job, rejoined, node, event):
@@ -177,6 +181,10 @@ def on_said(job: Job, event: ev.WorkerEvent) -> None:
             job.copies.kept(event.rank, step, node, event.stamp)
         case ev.Finished():
             known = replace(known, finished=True)
+        case ev.Saved():
+            on_saved(job, event)
+        case ev.Loaded(step=step, ok=True) if event.generation == known.generation:
+            known = replace(known, base=step, position=max(known.position, (step, 0)))
         case ev.Committed(step=step, sections=sections) if event.generation == known.generation:
             known = replace(known, position=max(known.position, (step, sections)))
         case ev.Closing(step=step) if event.generation == known.generation:

@@ -78,8 +78,8 @@ def _awaited(job: Job) -> tuple[list[int], list[str]]:
     """The ranks of whose state a copy would have to come back, so that all can go on, and the hosts
     where such copies lay. Empty, if that would not suffice. O(ranks)."""
     held, newest = job.membership.held, job.commits.newest
-    if job.recorded == 0:
-        return [], []  # it is made again from the script
+    if job.recorded <= job.base:
+        return [], []  # it is made again from where all began
     position = choose(held, job.first_of, newest, job.copies.by_shard(job.shards, lost=True))
     if position is None:
         return [], []

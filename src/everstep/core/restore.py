@@ -54,9 +54,11 @@ def choose(
     shards: Collection[str],
     seen: Position = (0, 0),
     copied: Mapping[str, Collection[int]] = _NO_COPIES,
+    base: int = 0,
 ) -> Position | None:
-    """The newest position for which every one of `shards` has a holding that reaches it; (0, 0)
-    when all must start again from the script; None when there is no such position.
+    """The newest position for which every one of `shards` has a holding that reaches it; (`base`,
+    0) when all must start again from where they began: from the script, or at the checkpoint of
+    step `base`; None when there is no such position.
 
     `held`: what the ranks hold, each different holding at least once; ranks that hold nothing may
     be left out. `seen`: the newest position that any process has ever committed, also one that is
@@ -64,11 +66,11 @@ def choose(
     not change what is copied. Pure. Costs by holdings and positions, not by ranks.
     """
     candidates = sorted(_committed(held, seen, copied), reverse=True)
-    if candidates[0][0] == 0:
-        return 0, 0
+    if candidates[0][0] <= base:
+        return base, 0
     for position in candidates:
         if not lacking(held, shards, position, copied):
-            return position if position[0] > 0 else (0, 0)
+            return position if position[0] > base else (base, 0)
     return None
 
 

@@ -143,6 +143,8 @@ def _take_stands(job: Job, rejoined: Rejoined) -> None:
     job.membership.found_in(rejoined.newest)
     job.found_in = rejoined.newest
     job.closed = any(known.closed for known in rejoined.members.values())
+    job.base = max((known.base for known in rejoined.members.values()), default=0) or job.base
+    job.begun = job.base > 0
     for rank, known in rejoined.members.items():
         job.commits.made(rank, known.position)
         member = job.membership.current(rank, known.incarnation)
@@ -185,7 +187,7 @@ def _recover(job: Job, rejoined: Rejoined) -> None:
     away = _away(rejoined)
     _record(job, rejoined, "; ".join([*(loss.text for _, loss in losses), away.text]))
     lost = _tell_losses(job, rejoined, losses)
-    missing = _know_shards(job) if job.commits.newest[0] > 0 else ""
+    missing = _know_shards(job) if job.commits.newest[0] > job.base else ""
     if missing and (job.protected or rejoined.members):
         _end_ignorant(job, missing, away)
         return
@@ -208,7 +210,7 @@ def _replace_beginners(job: Job, rejoined: Rejoined) -> None:
     assert job.incident is not None
     for rank, known in rejoined.members.items():
         member = job.membership.holder(rank)
-        behind = not known.settled and known.position[0] == 0
+        behind = not known.settled and known.position[0] <= job.base
         if member is not None and not member.doomed and (known.joining or behind):
             job.doom(member, "the coordinator for which it set itself up is gone")
             job.incident.respawned = True

@@ -18,6 +18,7 @@ from everstep.core.job import COPY, Job, Phase
 from everstep.core.ladder import Incident, is_of_script
 from everstep.core.membership import Status
 from everstep.core.regain import awaits_copy, judge_found, nobody_came
+from everstep.core.reload import fall
 from everstep.core.restore import Lost, choose, name_position, plan
 from everstep.core.resume import settle_reconvening
 from everstep.core.severed import sever
@@ -135,13 +136,13 @@ def _settle_stop(job: Job) -> None:
     if job.chosen_from != decided_from:
         job.chosen_from = decided_from
         copied = job.copies.by_shard(job.shards)
-        job.chosen = choose(table.held, job.first_of, job.commits.newest, copied)
+        job.chosen = choose(table.held, job.first_of, job.commits.newest, copied, job.base)
     if job.chosen is None:
         if not awaits_copy(job):
             _lose(job)
         return
     job.copy_deadline_s = None
-    if job.chosen[0] == 0:
+    if job.chosen[0] <= job.base:
         _fall_back(job, "no living rank holds a committed step", range(job.world_size))
     elif sever(job):
         if job.phase is Phase.STOPPING:
@@ -172,12 +173,15 @@ def _lose(job: Job) -> None:
 
 
 def _fall_back(job: Job, reason: str, held_by: Iterable[int]) -> None:
-    """No living copy is left. What only some ranks had committed is made again from the script; a
-    step that all had committed is lost, and no fresh start may hide it. `held_by`: the ranks that
-    had what is missing."""
+    """No living copy is left. What only some ranks had committed is made again from where all
+    began; after that all go to the newest checkpoint. A step that all had committed is else lost,
+    and no fresh start may hide it. `held_by`: the ranks that had what is missing."""
     assert job.incident is not None
-    if job.recorded == 0:
+    if job.recorded <= job.base:
         job.start_again(f"{reason}, and no step was committed by all ranks")
+        _settle_setup(job)
+        return
+    if fall(job, reason):
         _settle_setup(job)
         return
     lost = f"the state of step {job.commits.newest[0]} is lost: {reason}"

@@ -104,7 +104,7 @@ def _stragglers(job: Job, known: Mapping[int, Evidence]) -> Verdict | None:
 def _only_holders(job: Job, verdict: Verdict) -> list[int]:
     """Those of stopped culprits whose part of the state nobody else could give if all were killed:
     they may be continued. Before the first commit there is no state."""
-    if verdict.kind is not Kind.STOPPED or job.recorded == 0:
+    if verdict.kind is not Kind.STOPPED or job.recorded <= job.base:
         return []
     left = {
         job.protected[member.rank].shard

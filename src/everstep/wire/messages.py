@@ -322,6 +322,29 @@ class Commit(Message):
     sections: int = 0
 
 
+class Loaded(Message):
+    """Before its first step the rank has taken its part of the checkpoint of `step`; 0: there is
+    none. `ok` False: there are some, and none can be had. `text`: what was refused, and why.
+    `newest`: the newest step that any tier says it has. `tier`: that which gave the most; `parts`:
+    (part's rank, tier, where, bytes) of all that was read, in `seconds`."""
+
+    generation: int
+    step: int
+    ok: bool = True
+    text: str = ""
+    newest: int = 0
+    tier: Literal["memory", "durable"] = "durable"
+    parts: tuple[tuple[int, str, str, int], ...] = ()
+    seconds: float = 0.0
+
+
+class Saved(Message):
+    """The checkpoint of `step` exists in `tier`."""
+
+    step: int
+    tier: Literal["memory", "durable"]
+
+
 class Fault(Message):
     """An attempt at `step` failed in `generation` and the process lives."""
 
@@ -472,6 +495,8 @@ FromWorker = (
     | Protect
     | Capsule
     | Commit
+    | Loaded
+    | Saved
     | Fault
     | Wait
     | Park

@@ -307,6 +307,7 @@ class MemberReport(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     closed: bool
     bye: bool
+    base: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,7 +315,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     had. `slot`: -1 without one. `peers`: the nodes of the newest `Peers` that it got. `members`:
     its living workers. `ended`: its dead ones, the newest of each rank. `copies`: those in its
     memory. `listens`: as it was when it joined. `run_id`: of the run in which all
-    that was. Times are on its own clock.
+    that was. `saved`: by tier, the newest checkpoint of which its ranks know. Times are on its own
+    clock.
 
     The following comes before it, in parts that the coordinator puts together (`Keeps`,
     `Unwritten`): all of it could be too large for one message. `kept`: what it keeps of its own
@@ -331,6 +333,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     copies: tuple[HeldCopy, ...]
     listens: Listens | None = None
     run_id: str = ""
+    saved: dict[str, int] = msgspec.field(default_factory=dict)
     kept: dict[int, tuple[tuple[int, Keepsake], ...]] = msgspec.field(default_factory=dict)
     unwritten: tuple[Said, ...] = ()
 

@@ -15,13 +15,14 @@ It does not know what a checkpoint holds, nor how one is put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from everstep.errors import EverstepError, UserError
 from everstep.tiers.dcp import TieredWriter
-from everstep.tiers.policy import Failure
+from everstep.tiers.policy import MEMORY, Failure
 from everstep.tiers.series import SaveFailed
 from everstep.tiers.settings import TierSettings
 from everstep.wire import messages
@@ -92,9 +93,8 @@ class Saves:
 
     def _committed(self, tier: str, step: int) -> None:
         """A checkpoint exists. On the lane's thread."""
-        saved = getattr(messages, "Saved", None)
-        if saved is not None:
-            self._worker.control.send(saved(step=step, tier=tier))
+        where: Literal["memory", "durable"] = "memory" if tier == MEMORY else "durable"
+        self._worker.control.send(messages.Saved(step=step, tier=where))
 
     def _tell(self, failures: Sequence[str]) -> None:
         if failures and self._settings.on_save_error == "raise":
