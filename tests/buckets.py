@@ -122,7 +122,7 @@ def proxy(upstream: int) -> Iterator[Proxy]:
     """A proxy that is up."""
     listener = socket.create_server(("127.0.0.1", 0))
     control = Proxy(port=listener.getsockname()[1])
-    threads: list[threading.Thread] = []
+    served: list[tuple[threading.Thread, socket.socket]] = []
 
     def accept() -> None:
         while True:
@@ -134,8 +134,9 @@ def proxy(upstream: int) -> Iterator[Proxy]:
                 client.close()
                 return
             client.settimeout(_START_S)
-            threads.append(threading.Thread(target=_serve, args=(client, upstream, control)))
-            threads[-1].start()
+            thread = threading.Thread(target=_serve, args=(client, upstream, control))
+            served.append((thread, client))
+            thread.start()
 
     acceptor = threading.Thread(target=accept)
     acceptor.start()
@@ -147,7 +148,9 @@ def proxy(upstream: int) -> Iterator[Proxy]:
             socket.create_connection(("127.0.0.1", control.port), 1).close()  # wakes the acceptor
         acceptor.join(_END_S)
         listener.close()
-        for thread in threads:
+        for thread, client in served:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)  # a client may keep a connection it never used
             thread.join(_END_S)
 
 

@@ -73,7 +73,8 @@ def open_bucket(
     """The store at `s3://bucket/prefix` and the like. `config`: obstore's, over the environment's.
     Asks nobody. Raises UserError for an address that can't be one."""
     scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.strip("/").partition("/")
+    rest = rest.rstrip("/")
+    bucket, _, prefix = rest.partition("/")
     if not bucket or (prefix and not is_key(prefix)):
         raise UserError(
             f"{url!r} is no place for checkpoints: {scheme}://BUCKET/PREFIX, the prefix of "
@@ -88,7 +89,7 @@ def open_bucket(
 
     def connect(timeout_s: int, retries: int) -> ObjectStore:
         return from_url(
-            f"{scheme}://{rest.strip('/')}",
+            f"{scheme}://{rest}",
             client_options={
                 "timeout": timedelta(seconds=timeout_s),
                 "connect_timeout": timedelta(seconds=min(5, timeout_s)),
@@ -105,7 +106,7 @@ def open_bucket(
         connect(1, 0)
     except (exceptions.BaseError, ValueError) as error:
         raise UserError(f"{url} can't be used for checkpoints: {_words(error)}") from error
-    return BucketStore(f"{scheme}://{rest.strip('/')}", connect, throttle=throttle)
+    return BucketStore(f"{scheme}://{rest}", connect, throttle=throttle)
 
 
 class BucketStore:
@@ -286,25 +287,22 @@ class BucketStore:
         retries: int = 0,
     ) -> _Result:
         """Do it, again and again while that may help. `retries`: of single requests within it."""
+        name = f"{self._where}/{key}: {what}"
         first: Exception | None = None
         tries = 0
         while True:
-            tries += 1
             try:
                 deadline.check()
+                tries += 1
                 return act(self._client(deadline.left(), retries))
             except (exceptions.BaseError, FileNotFoundError) as error:
                 if not _may_pass(error):
-                    raise _kind(error)(f"{self._where}/{key}: {what}: {_words(error)}") from error
+                    raise _kind(error)(f"{name}: {_words(error)}") from error
                 first = first or error
-            except StoreError as error:  # from the deadline, also in the middle of an upload
-                cause = f"; {_words(first)}" if first is not None else ""
-                raise type(error)(f"{self._where}/{key}: {what}: {error}{cause}") from first
-            if not deadline.pause():
-                raise StoreError(
-                    f"{self._where}/{key}: {what}: {_words(first)}; tried {tries} times within "
-                    f"{deadline.seconds:g} s"
-                ) from first
+                deadline.pause()
+            except StoreError as error:  # from the deadline, in the middle of an upload too
+                cause = f"{_words(first)}; tried {tries} times; " if first is not None else ""
+                raise type(error)(f"{name}: {cause}{error}") from first
 
 
 def _pages(client: ObjectStore, prefix: str) -> list[ObjectMeta]:
@@ -354,6 +352,6 @@ def _kind(error: Exception) -> type[StoreError]:
 def _words(error: Exception) -> str:
     """What obstore says, in a line, and without what may be secret."""
     text = str(error).partition("\n\nDebug source")[0]
-    line = _QUERY.sub("", text.partition("\n")[0].partition("<?xml")[0]).strip(" :")
+    line = _QUERY.sub("", text.partition("\n")[0].partition("<")[0]).strip(" :")
     code = _CODE.search(text)
     return f"{line}: {': '.join(filter(None, code.groups()))}" if code else line
