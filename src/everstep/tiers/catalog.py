@@ -34,6 +34,8 @@ Sha256: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=10**5 - 1)]
 
 
+_SPARE_ELEMENTS = 1000  # of a list, that have no key: empty dictionaries
+
 _Kind = TypeVar("_Kind", bound="Record")
 
 
@@ -158,7 +160,8 @@ def check_block(manifest: PartManifest, index: int, data: memoryview, *, signed:
 
 def check(checkpoint: Checkpoint) -> None:
     """Raises Refused unless the parts are of ranks 0 to n-1 in order, the pieces of each tensor
-    are in them and make the whole of it without overlap, and no key is both tensor and value."""
+    are in them and make the whole of it without overlap, no key is both tensor and value, and no
+    path leads far behind the end of a list."""
     ranks = len(checkpoint.parts)
     if [part.rank for part in checkpoint.parts] != list(range(ranks)):
         raise Refused(
@@ -172,6 +175,23 @@ def check(checkpoint: Checkpoint) -> None:
             if piece.rank >= ranks:
                 raise Refused(f"{name!r} has a piece on rank {piece.rank}, of {ranks} ranks")
         boxes.check_cover(name, whole.shape, [(p.place, p.shape) for p in whole.pieces])
+    _check_paths(checkpoint)
+
+
+def _check_paths(checkpoint: Checkpoint) -> None:
+    """A list is made as long as the largest index says. It is as long as it has elements with
+    keys, and a few without."""
+    indices: dict[tuple[str | int, ...], set[int]] = {}
+    for path in checkpoint.paths.values():
+        for depth, step in enumerate(path):
+            if isinstance(step, int):
+                indices.setdefault(path[:depth], set()).add(step)
+    for path, found in indices.items():
+        if max(found) > 2 * len(found) + _SPARE_ELEMENTS:
+            raise Refused(
+                f"a path in step {checkpoint.step} leads to element {max(found)} of a "
+                f"list with {len(found)} keys, at {path[:8]}"
+            )
 
 
 def check_pieces(checkpoint: Checkpoint, parts: Sequence[Mapping[str, snapshot.Tensor]]) -> None:
