@@ -133,7 +133,8 @@ async def test_a_person_is_told_what_becomes_of_the_node(paper: Paper, tmp_path:
     tenure.lost("it broke")
     tenure.take(nodes.Displaced(why="too late"))
     assert said[1:] == [
-        "the coordinator is gone (it broke); the workers go on, and one is looked for for 60 s",
+        "the coordinator is gone (it broke); the workers go on, and it, or another, is awaited "
+        "for 60 s",
         "the job has gone on without this node (too late), which joins anew",
     ]
 

@@ -152,8 +152,10 @@ class Tenure:
             limit_s = self._settings.coordinator_timeout_s
             loop = asyncio.get_running_loop()
             self._absence = loop.call_later(limit_s, self._give_up, why)
-            said = f"the coordinator is gone ({why}); the workers go on, and one is looked for"
-            self._say(f"{said} for {limit_s:g} s")
+            self._say(
+                f"the coordinator is gone ({why}); the workers go on, and it, or another, is "
+                f"awaited for {limit_s:g} s"
+            )
             if self._memoirs.disturbed:
                 self._park()
 
