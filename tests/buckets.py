@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -22,10 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.tiers.objects import BucketStore, open_bucket
+from everstep.tiers.store import StoreError
+from everstep.tiers.waiting import Deadline
 
 _KEYS = {"accessKey": "everstep", "secretKey": "only-for-tests-on-loopback"}
 _READER = {"accessKey": "reader", "secretKey": "only-for-tests-that-may-read"}
 _START_S = 60.0
+_LOOK_S = 1.0
+_TRIES = 3
+# Below those that the kernel deals out for connections, of which the server makes many.
+_PORTS = range(12_000, 32_000)
 _END_S = 20.0
 
 
@@ -64,6 +71,22 @@ class Bucket:
 @contextlib.contextmanager
 def serve(directory: Path) -> Iterator[Bucket]:
     """A server that is ready, with its data in `directory`."""
+    for number in range(_TRIES):
+        data = directory / str(number)
+        data.mkdir()
+        server, port = _start(data)
+        try:
+            if _is_ready(server, port):
+                yield Bucket(port)
+                return
+        finally:
+            server.kill()  # its data is thrown away
+            server.wait(_END_S)
+    raise AssertionError(f"no object store: {(data / 'weed.log').read_text()[-2000:]}")
+
+
+def _start(directory: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A server that may come up, if nobody else takes one of its ports, and its S3 port."""
     names = ("s3", "master", "volume", "filer")
     ports = dict(zip([*names, *(f"{name}.grpc" for name in names)], _free_ports(8), strict=True))
     config = directory / "s3.json"
@@ -83,15 +106,18 @@ def serve(directory: Path) -> Iterator[Bucket]:
     command += ["-master.electionTimeout=1s", "-master.heartbeatInterval=100ms"]
     with (directory / "weed.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    try:
-        bucket = Bucket(ports["s3"])
-        ready = bucket.open("ready")  # the first put makes the bucket, too
-        ready.put("ready", [memoryview(b"ready")], deadline_s=_START_S)
-        ready.close()
-        yield bucket
-    finally:
-        server.kill()  # its data is thrown away
-        server.wait(_END_S)
+    return server, ports["s3"]
+
+
+def _is_ready(server: subprocess.Popen[bytes], port: int) -> bool:
+    """Wait until it takes an object, which makes the bucket, too. False when it has ended."""
+    deadline = Deadline(_START_S)
+    with contextlib.closing(Bucket(port).open("ready")) as store:
+        while deadline.left() and server.poll() is None:
+            with contextlib.suppress(StoreError):
+                store.put("ready", [memoryview(b"ready")], deadline_s=_LOOK_S)
+                return True
+    return False
 
 
 @dataclass
@@ -99,19 +125,22 @@ class Proxy:
     """What stands before the server. `faults`: what becomes of the next requests, one each:
     `ok`; `503`: SlowDown; `reset`: the connection breaks before the server hears of it; `lost`: the
     server does it, and its answer is lost; `cut`: the answer breaks in the middle; `stall`: nothing
-    happens until the test is over. `only`: methods that are counted, others pass."""
+    happens until the test is over. `only`: methods that are counted, others pass. `seen`: methods
+    of all requests; `heads`: what stood above their bodies, in lower case."""
 
     port: int = 0
     faults: deque[str] = field(default_factory=deque)
     only: str = "PUT GET HEAD POST DELETE"
     always: str = "ok"
     seen: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
 
     def fault(self, head: bytes) -> str:
         """What becomes of a request."""
         method = head.split(b" ", 1)[0].decode()
         self.seen.append(method)
+        self.heads.append(head.decode("latin-1").lower())
         if method not in self.only.split():
             return "ok"
         return self.faults.popleft() if self.faults else self.always
@@ -211,6 +240,11 @@ def _closing(answer: bytes) -> bytes:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in held]
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, 50 * count):
+        with contextlib.suppress(OSError):
+            socket.create_server(("127.0.0.1", port)).close()
+            found.append(port)
+        if len(found) == count:
+            break
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -134,7 +135,7 @@ def test_an_upload_that_dies_is_not_seen(store: BucketStore) -> None:
 
 
 def test_an_upload_takes_no_memory_of_its_own(bucket: Bucket) -> None:
-    area = memoryview(bytearray(160 << 20))
+    area = memoryview(bytearray(96 << 20))
     area[::4096] = bytes(len(area[::4096]))
     grown: list[int] = []
     over = threading.Event()
@@ -154,7 +155,7 @@ def test_an_upload_takes_no_memory_of_its_own(bucket: Bucket) -> None:
         over.set()
         watcher.join()
         area.release()
-    assert max(grown) < 64 << 20
+    assert max(grown) < 48 << 20
 
 
 def _resident() -> int:
@@ -167,6 +168,20 @@ def test_who_may_not_is_told_at_once(bucket: Bucket, proxy: Proxy) -> None:
         with pytest.raises(Denied, match="AccessDenied"):
             put(reader, "a", b"x")
         assert proxy.seen == ["PUT"]
+
+
+def test_a_listing_that_is_refused_is_told_at_once(bucket: Bucket) -> None:
+    store = objects.open_bucket(
+        "s3://everstep/x",
+        config={
+            "endpoint": f"http://127.0.0.1:{bucket.port}",
+            "access_key_id": "stranger",
+            "secret_access_key": "unknown",
+            "allow_http": True,
+        },
+    )
+    with closing(store), pytest.raises(Denied, match="InvalidAccessKeyId"):
+        list(store.list("", deadline_s=LONG_S))
 
 
 def test_no_server_is_told(bucket: Bucket) -> None:
@@ -204,6 +219,26 @@ def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
     with pytest.raises(UserError, match="AWS_PROFILE=training needs boto3"):
         open_store("s3://bucket/prefix")
+
+
+def test_whose_the_bucket_must_be(
+    bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_BUCKET_OWNER", "111122223333")
+    with closing(bucket.open(uuid4().hex, port=proxy.port)) as store:
+        put(store, "a", b"x")
+        put(store, "large", bytes(9 << 20))
+        assert store.get("a", deadline_s=LONG_S) == b"x"
+        assert len(list(store.list("", deadline_s=LONG_S))) == 2
+        store.delete("a", deadline_s=LONG_S)
+    for head in proxy.heads:
+        if "?list-type" in head.partition("\r\n")[0]:
+            continue
+        assert "\r\nx-amz-expected-bucket-owner: 111122223333\r\n" in head
+        assert re.search(r"signedheaders=\S*x-amz-expected-bucket-owner", head)
+    monkeypatch.setenv("EVERSTEP_BUCKET_OWNER", "me")
+    with pytest.raises(UserError, match="EVERSTEP_BUCKET_OWNER=me can't be asked for"):
+        bucket.open("x")
 
 
 @pytest.mark.parametrize(

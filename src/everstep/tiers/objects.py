@@ -12,7 +12,8 @@ limit on bandwidth counts parts as they begin.
 
 Credentials, region and endpoint are those of the environment, by obstore: AWS_ACCESS_KEY_ID, web
 identity, the container's or the instance's role, AWS_PROFILE where boto3 is installed; GOOGLE_* and
-AZURE_* likewise. Plain HTTP is refused unless AWS_ALLOW_HTTP=true.
+AZURE_* likewise. Plain HTTP is refused unless AWS_ALLOW_HTTP=true. EVERSTEP_BUCKET_OWNER goes with
+all requests to S3 but listings, and S3 refuses them where the bucket is another account's.
 
 What dies in the middle of an upload leaves parts that nobody sees and that are paid for: a rule on
 the bucket (AbortIncompleteMultipartUpload) removes them; obstore can't list them.
@@ -59,6 +60,7 @@ RANGE_BYTES = 16 << 20
 """Of one request of a download: what is lost when it breaks."""
 _TIMEOUTS_S = (1, 2, 4, 8, 16, 32, 64)  # of one request: the first that is not below what is left
 _LIST_AT_ONCE = 1000
+_AWS = ("s3", "s3a")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:\s*<Message>([^<]*)</Message>)?")
 _QUERY = re.compile(r"\?\S*")  # may hold a signature
@@ -83,17 +85,20 @@ def open_bucket(
     options = dict(config or {})
     plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")
     plain = options.pop("allow_http", plain)
+    headers = _owner(scheme)
     profile = _profile(scheme)
     if profile is not None:
         options.setdefault("credential_provider", profile)
 
-    def connect(timeout_s: int, retries: int) -> ObjectStore:
+    def connect(timeout_s: int, retries: int, lists: bool) -> ObjectStore:
         return from_url(
             f"{scheme}://{rest}",
             client_options={
                 "timeout": timedelta(seconds=timeout_s),
                 "connect_timeout": timedelta(seconds=min(5, timeout_s)),
                 "allow_http": plain,
+                # obstore signs them in all requests but listings, where they must not be then.
+                "default_headers": {} if lists else headers,
             },
             retry_config={
                 "max_retries": retries,
@@ -103,7 +108,7 @@ def open_bucket(
         )
 
     try:
-        connect(1, 0)
+        connect(1, 0, False)
     except (exceptions.BaseError, ValueError) as error:
         raise UserError(f"{url} can't be used for checkpoints: {_words(error)}") from error
     return BucketStore(f"{scheme}://{rest}", connect, throttle=throttle)
@@ -111,12 +116,13 @@ def open_bucket(
 
 class BucketStore:
     """Objects below a bucket's prefix. `connect`: makes a client whose requests take at most so
-    many seconds and are tried again so often. `throttle`: of what is sent."""
+    many seconds and are tried again so often, for listings or for all else. `throttle`: of what is
+    sent."""
 
     def __init__(
         self,
         where: str,
-        connect: Callable[[int, int], ObjectStore],
+        connect: Callable[[int, int, bool], ObjectStore],
         *,
         throttle: Throttle = UNLIMITED,
     ) -> None:
@@ -124,7 +130,7 @@ class BucketStore:
         self._connect = connect
         self._throttle = throttle
         self._lock = threading.Lock()
-        self._clients: dict[tuple[int, int], ObjectStore] = {}
+        self._clients: dict[tuple[int, int, bool], ObjectStore] = {}
 
     @property
     def where(self) -> str:
@@ -269,13 +275,13 @@ class BucketStore:
                 )
             want[:] = got
 
-    def _client(self, seconds: float, retries: int) -> ObjectStore:
+    def _client(self, seconds: float, retries: int, lists: bool) -> ObjectStore:
         timeout_s = next((limit for limit in _TIMEOUTS_S if limit >= seconds), _TIMEOUTS_S[-1])
         with self._lock:
-            client = self._clients.get((timeout_s, retries))
-            if client is None:
-                client = self._clients[timeout_s, retries] = self._connect(timeout_s, retries)
-            return client
+            kind = (timeout_s, retries, lists)
+            if kind not in self._clients:
+                self._clients[kind] = self._connect(*kind)
+            return self._clients[kind]
 
     def _try(
         self,
@@ -294,7 +300,7 @@ class BucketStore:
             try:
                 deadline.check()
                 tries += 1
-                return act(self._client(deadline.left(), retries))
+                return act(self._client(deadline.left(), retries, what == "list"))
             except (exceptions.BaseError, FileNotFoundError) as error:
                 if not _may_pass(error):
                     raise _kind(error)(f"{name}: {_words(error)}") from error
@@ -311,10 +317,23 @@ def _pages(client: ObjectStore, prefix: str) -> list[ObjectMeta]:
     return [about for page in pages for about in page]
 
 
+def _owner(scheme: str) -> dict[str, str]:
+    """The header (signed like the others) that says whose the bucket must be."""
+    owner = os.environ.get("EVERSTEP_BUCKET_OWNER")
+    if not owner:
+        return {}
+    if scheme not in _AWS or not re.fullmatch(r"\d{12}", owner):
+        raise UserError(
+            f"EVERSTEP_BUCKET_OWNER={owner} can't be asked for at {scheme}://: it is the number of "
+            "an account of AWS, twelve digits, for a bucket on S3"
+        )
+    return {"x-amz-expected-bucket-owner": owner}
+
+
 def _profile(scheme: str) -> object | None:
     """What answers for a named profile of AWS, which obstore by itself does not read."""
     named = os.environ.get("AWS_PROFILE")
-    if not named or scheme not in ("s3", "s3a") or "AWS_ACCESS_KEY_ID" in os.environ:
+    if not named or scheme not in _AWS or "AWS_ACCESS_KEY_ID" in os.environ:
         return None
     try:
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -346,7 +365,8 @@ def _kind(error: Exception) -> type[StoreError]:
         return Exists
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return Denied
-    return StoreError
+    status = _STATUS.search(text)  # a listing's errors are all generic
+    return Denied if status is not None and status[1] in ("401", "403") else StoreError
 
 
 def _words(error: Exception) -> str:
