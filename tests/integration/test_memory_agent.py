@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 from tests.integration.joblab import SCRIPTS, run_script
 
+from everstep import snapshot
 from everstep.tiers import names
 from everstep.tiers.memory.client import MemoryStore, connect
 from everstep.tiers.memory.vault import PREFIX, directory_of
+from everstep.tiers.series import Series
 from everstep.tiers.store import Exists
 from everstep.wire.secret import Secret
 
@@ -33,17 +35,7 @@ reserved.area[:10] = b"x" * 10
 print("ready", flush=True)
 sys.stdin.read()
 """
-SAVER = """
-import sys
-from everstep.tiers.memory.client import connect
-store = connect(sys.argv[1], copies=2, patience_s=20)
-print("ready", flush=True)
-for number in range(10**6):
-    data = bytes([number % 251]) * (3 << 20)
-    store.put(f"run/{number:06}", [memoryview(data)], deadline_s=20)
-    if number > 4:
-        store.delete(f"run/{number - 4:06}", deadline_s=20)
-"""
+SAVER = SCRIPTS / "memory_saver.py"
 
 
 class Lab:
@@ -196,37 +188,75 @@ def test_a_host_is_lost_and_others_have_its_copies(lab: Lab) -> None:
         store.close()
 
 
+class Saver:
+    """Saves on hosts a and b until it is killed. `newest`: the last step that it has committed."""
+
+    def __init__(self, lab: Lab, after: int) -> None:
+        sockets = [str(lab.directory(name) / "socket") for name in "ab"]
+        self.process = subprocess.Popen(
+            [sys.executable, str(SAVER), *sockets, str(after)], stdout=subprocess.PIPE, text=True
+        )
+        lab.others.append(self.process)
+        self.newest = after
+        self.failed: list[str] = []
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("committed"):
+                self.newest = int(line.split()[1])
+            else:
+                self.failed.append(line)
+
+    def is_beyond(self, step: int) -> bool:
+        return self.newest > step
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.thread.join()
+
+
 @pytest.mark.slow
-def test_agents_killed_in_the_middle_of_saves_leave_whole_objects_only(lab: Lab) -> None:
+def test_kills_in_the_middle_of_saves_lose_no_checkpoint_that_was_committed(lab: Lab) -> None:
     lab.start("a")
     lab.start("b", "--peers", lab.where["a"])
-    lab.run(SAVER, "a")
-    watcher = lab.store("b")
-    seen = 0
-    for turn in range(6):
-        # Until something new has come: then the next save is somewhere on its way.
-        _until(partial(_has_more, watcher, seen))
-        seen = max(_numbers(watcher))
-        victim = "a" if turn % 2 else "b"
-        if victim == "b":
-            watcher.close()
-        lab.end(victim, signal.SIGKILL)
-        lab.start(victim, "--peers", lab.where["a" if victim == "b" else "b"])
-        if victim == "b":
-            watcher = lab.store("b")
-        for entry in watcher.list("run/", deadline_s=S):
-            data = watcher.get(entry.key, deadline_s=S)
-            assert data == data[:1] * (3 << 20), entry.key
-    watcher.close()
+    saver = Saver(lab, 0)
+    for victim in ("a", "saver", "b", "saver", "b", "a"):
+        seen = saver.newest
+        _until(partial(saver.is_beyond, seen))  # the next one is on its way
+        if victim == "saver":
+            saver.kill()
+        else:
+            lab.end(victim, signal.SIGKILL)
+            lab.start(victim, "--peers", lab.where["b" if victim == "a" else "a"])
+        known = saver.newest
+        for name in "ab":
+            store = lab.store(name)
+            series = Series(store, "run", key=None)
+            _until(partial(_sees_all, store))
+            assert max(series.steps()) >= known
+            _check(series, max(series.steps()))
+            store.close()
+        if victim == "saver":
+            saver = Saver(lab, known + 1)
+    saver.kill()
+    assert not saver.failed
 
 
-def _has_more(store: MemoryStore, than: int) -> bool:
-    numbers = _numbers(store)
-    return len(numbers) > 2 and max(numbers) > than
+def _sees_all(store: MemoryStore) -> bool:
+    return not store.about().lost
 
 
-def _numbers(store: MemoryStore) -> list[int]:
-    return [int(entry.key.removeprefix("run/")) for entry in store.list("run/", deadline_s=S)]
+def _check(series: Series, step: int) -> None:
+    checkpoint = series.read(step)
+    for part in checkpoint.parts:
+        manifest = series.part_manifest(checkpoint, part.rank).snapshot
+        attempt = names.Attempt(series="run", step=step, name=checkpoint.attempt)
+        data = series.store.get(attempt.part(part.rank, "safetensors"), deadline_s=S)
+        snapshot.verify(manifest, memoryview(data))
+        assert data[-1] == step % 251
 
 
 @pytest.mark.slow

@@ -35,6 +35,8 @@ from everstep.wire.bulk import STREAMS, Caller, Corrupt, Sink, fetch
 
 _INLINE = talk.INLINE_BYTES
 _FETCH_BYTES = 8 << 30  # of one loan: its digests fit a message
+__all__ = ["VARIABLE", "MemoryStore", "Reservation", "connect"]
+
 _ABOUT_S = 10.0
 _PIECE_BYTES = 512 << 10  # fits a core's cache, and is worth letting go of the interpreter
 
@@ -135,12 +137,9 @@ class MemoryStore:
         """Memory for an object of `nbytes` bytes, all of it mapped. Blocks for clearing it where it
         is new. Raises Full with the numbers, StoreError."""
         self._pool.let_go()
-        wire = self._pool.take(deadline_s)
+        wire, _, fd = self._pool.hold(talk.Reserve(nbytes=nbytes), talk.Reserved, deadline_s)
         try:
-            _, fd = wire.ask(talk.Reserve(nbytes=nbytes), talk.Reserved, deadline_s)
             reservation = Reservation(wire, fd, nbytes)
-        except Gone as error:
-            raise StoreError(f"{self.where}: {error}") from error
         except BaseException:
             wire.close()
             raise

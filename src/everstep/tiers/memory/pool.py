@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from everstep.tiers.memory import talk
 from everstep.tiers.memory.wire import Gone, Wire
@@ -80,19 +80,29 @@ class Pool:
 
         return self._retried(read, deadline_s)
 
-    def take(self, deadline_s: float) -> Wire:
-        """A connection, for the caller to close or `give_back`. Raises StoreError when no agent
-        comes."""
+    def hold(self, asked: talk.FromRank, answer: Any, deadline_s: float) -> tuple[Wire, Any, int]:
+        """Ask for what a connection holds: the connection, for the caller to close or `give_back`,
+        the answer, and its descriptor. Raises as `ask`."""
         for last in self._tries(deadline_s):
+            wire = None
             try:
-                return self._take()
+                wire = self._take()
+                said, fd = wire.ask(asked, answer, deadline_s)
             except Gone as error:
                 if last:
                     raise StoreError(f"{self.name}: {error}") from error
+            except BaseException:
+                if wire is not None:
+                    self.give_back(wire)
+                raise
+            else:
+                return wire, said, fd
+            if wire is not None:
+                wire.close()
         raise AssertionError("the last try has ended")
 
     def give_back(self, wire: Wire) -> None:
-        """It is free again."""
+        """It is free again, and holds nothing."""
         with self._lock:
             if not self._closed and wire.usable:
                 self._free.append(wire)
@@ -109,19 +119,13 @@ class Pool:
             if reader is not None:
                 reader.users += 1
                 return reader
-        wire = self.take(deadline_s)
-        made = None
-        try:
-            answer, fd = wire.ask(talk.Open(key=key), talk.Opened | talk.Away, deadline_s)
-            if isinstance(answer, talk.Opened):
-                made = Reader(wire, fd, answer.nbytes)
-        except Gone as error:
-            raise StoreError(f"{key}: {error}") from error
-        finally:
-            if made is None:
-                self.give_back(wire)
-        if made is not None:
-            self._keep_open(key, made)
+        asked = talk.Open(key=key)
+        wire, answer, fd = self.hold(asked, talk.Opened | talk.Away, deadline_s)
+        if isinstance(answer, talk.Away):
+            self.give_back(wire)
+            return None
+        made = Reader(wire, fd, answer.nbytes)
+        self._keep_open(key, made)
         return made
 
     @contextmanager
