@@ -26,9 +26,9 @@ from everstep.tiers.stack import Stack
 class Writer(TieredWriter):
     """The writer of one of several ranks in this process, with a saver of its own."""
 
-    def __init__(self, settings: TierSettings, **more: Any) -> None:
+    def __init__(self, settings: TierSettings, stack: Stack | None = None, **more: Any) -> None:
         super().__init__(settings, **more)
-        self.own = Saver(Stack(settings, {}))
+        self.own = Saver(stack or Stack(settings, {}))
 
     @property
     def saver(self) -> Saver:

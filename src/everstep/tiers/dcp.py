@@ -143,6 +143,10 @@ class TieredWriter(StorageWriter):
         for failure in failures:
             warnings.warn(str(failure), SaveWarning, stacklevel=3)
 
+    def remark(self, text: str) -> None:
+        """Something a person should know, said once."""
+        warnings.warn(text, SaveWarning, stacklevel=3)
+
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until nothing is on its way from this rank; whether that is so."""
         return self.saver.wait(self.settings.deadline_s if deadline_s is None else deadline_s)
@@ -220,7 +224,10 @@ class TieredWriter(StorageWriter):
         earlier save, UserError for what can't be saved."""
         order, saver = plan.storage_data, self.saver
         assert isinstance(order, Order)
-        self.tell(saver.obey(order))
+        failures = saver.obey(order)
+        for text in saver.remarks():
+            self.remark(text)
+        self.tell(failures)
         future: Future[list[WriteResult]] = Future()
         if not order.tiers:
             future.set_result([])

@@ -23,7 +23,7 @@ from everstep.errors import EverstepError
 from everstep.tiers import signing
 from everstep.tiers.catalog import Checkpoint, Origin, Whole
 from everstep.tiers.names import Attempt
-from everstep.tiers.policy import MEMORY, Failure, Standing
+from everstep.tiers.policy import DURABLE, Failure, Standing
 from everstep.tiers.series import Failed, SaveFailed, Series
 from everstep.tiers.stack import Stack
 from everstep.tiers.staging import Staged
@@ -340,16 +340,16 @@ class Lane:
         return None
 
     def _prune(self, series: Series) -> None:
-        """Remove what is older than what is to stay. That it could not is no failure of a save."""
-        settings = self._stack.settings
-        keep = settings.memory_retained if self.tier == MEMORY else settings.durable_retained
-        if not keep:
+        """Remove what is older than what is to stay; hosts' memory does so by itself. That it could
+        not is no failure of a save."""
+        keep = self._stack.settings.durable_retained
+        if self.tier != DURABLE or not keep:
             return
         try:
             series.prune(keep=keep, older_than_s=_LEFTOVERS_S, now=time.time())
         except EverstepError as error:
             warnings.warn(
-                f"old checkpoints in the {self.tier} tier could not be removed: {error}",
+                f"old checkpoints at {series.store.where} could not be removed: {error}",
                 SaveWarning,
                 stacklevel=2,
             )

@@ -159,6 +159,10 @@ class Saver:
         """Saves that ended as checkpoints."""
         return sum(lane.committed for lane in self._lanes.values())
 
+    def remarks(self) -> list[str]:
+        """What a person should know of the memory tier, since the last call."""
+        return self.stack.memory().notes() if MEMORY in self._lanes else []
+
     def _meet(self, cards: Sequence[str]) -> None:
         """Make the hosts' memory tiers known to each other."""
         if cards:

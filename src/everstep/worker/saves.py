@@ -34,9 +34,13 @@ from everstep.worker.section import Sections
 class _Writer(TieredWriter):
     """Keeps failures for the end of the section: what is raised in it would have it done again."""
 
-    def __init__(self, settings: TierSettings, run_id: str) -> None:
-        super().__init__(settings, wait=False, run_id=run_id)
+    def __init__(self, settings: TierSettings, worker: Worker) -> None:
+        super().__init__(settings, wait=False, run_id=worker.spec.run_id)
+        self._worker = worker
         self.heard: list[Failure] = []
+
+    def remark(self, text: str) -> None:
+        self._worker.note(f"tiers: {text}", text)
 
     def tell(self, failures: Sequence[Failure]) -> None:
         self.heard.extend(failures)
@@ -55,7 +59,7 @@ class Saves:
         gradients: Callable[[], bool],
     ) -> None:
         self._worker, self._settings, self._gradients = worker, settings, gradients
-        self._writer = _Writer(settings, worker.spec.run_id)
+        self._writer = _Writer(settings, worker)
         self._writer.saver.on_commit = self._committed
 
         def checkpoint(step: int, everywhere: bool) -> list[str]:

@@ -1,0 +1,137 @@
+"""Saves into the memory of hosts, and from there to the destination; hosts may be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.unit import fake_dcp
+from tests.unit.memorydesks import Hosts
+from torch.distributed.tensor import Shard
+
+from everstep.tiers.find import decide
+from everstep.tiers.load import load
+from everstep.tiers.settings import TierSettings
+from everstep.tiers.stack import Stack
+from everstep.tiers.store import Store
+
+PATIENCE_S = 30.0
+HOSTS = ("one", "two")
+
+
+class HostStack(Stack):
+    """The tiers as a rank on one of the test's hosts has them."""
+
+    def __init__(self, settings: TierSettings, hosts: Hosts, name: str) -> None:
+        super().__init__(settings, {})
+        self._hosts, self._name = hosts, name
+
+    def _memory(self) -> Store:
+        return self._hosts.store(
+            self._name, copies=self.settings.copies, retained=self.settings.memory_retained
+        )
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    for name in HOSTS:
+        made.start(name)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ranks(hosts: Hosts) -> Iterator[Callable[[TierSettings], list[fake_dcp.Writer]]]:
+    made: list[fake_dcp.Writer] = []
+
+    def make(settings: TierSettings) -> list[fake_dcp.Writer]:
+        writers = [fake_dcp.Writer(settings, HostStack(settings, hosts, name)) for name in HOSTS]
+        made.extend(writers)
+        return writers
+
+    yield make
+    for writer in made:
+        writer.own.close(PATIENCE_S)
+
+
+def save(writers: list[fake_dcp.Writer], step: int) -> None:
+    whole = torch.full((6, 3), float(step))
+    states = [
+        {"w": fake_dcp.shard_of(whole, rank, (2,), [Shard(0)]), "step": step} for rank in range(2)
+    ]
+    fake_dcp.save(states, writers, step)
+    for writer in writers:
+        assert writer.wait(PATIENCE_S)
+        writer.check()
+
+
+def value_and_tier(stack: Stack, rank: int = 1) -> tuple[float, str]:
+    """What is read of the newest checkpoint's rank, and from which tier."""
+
+    def read(opened: object) -> float:
+        (span,) = opened.layout(rank).spans()  # type: ignore[attr-defined]
+        data = bytearray(opened.read(rank, span[1], span[2]))  # type: ignore[attr-defined]
+        return float(torch.frombuffer(data, dtype=torch.float32)[0])
+
+    value, receipt = load(stack.tiers(), read)
+    return value, receipt.tier
+
+
+def test_a_host_that_is_lost_takes_no_checkpoint_along(
+    hosts: Hosts, ranks: Callable[[TierSettings], list[fake_dcp.Writer]]
+) -> None:
+    settings = TierSettings(series="run", memory_every=1)
+    writers = ranks(settings)
+    for step in (1, 2, 3):
+        save(writers, step)
+    hosts.stop("two")
+    stack = HostStack(settings, hosts, "one")
+    assert decide(stack.tiers(), deadline_s=PATIENCE_S).checkpoint.step == 3
+    assert value_and_tier(stack) == (3.0, "memory")
+    assert stack.series("memory").steps()[-2:] == [2, 3]
+    stack.close()
+
+
+def test_one_copy_serves_both_tiers_and_the_nearer_one_answers(
+    hosts: Hosts, tmp_path: Path, ranks: Callable[[TierSettings], list[fake_dcp.Writer]]
+) -> None:
+    settings = TierSettings(
+        series="run", destination=str(tmp_path / "far"), memory_every=1, durable_every=2
+    )
+    writers = ranks(settings)
+    for step in (1, 2):
+        save(writers, step)
+    stack = HostStack(settings, hosts, "two")
+    assert stack.series("durable").steps() == [2]
+    near, far = (stack.series(tier).read(2) for tier in ("memory", "durable"))
+    assert (near.attempt, near.parts) == (far.attempt, far.parts)
+    assert value_and_tier(stack) == (2.0, "memory")
+    stack.close()
+    for name in HOSTS:
+        hosts.stop(name)
+    alone = Stack(TierSettings(series="run", destination=str(tmp_path / "far")), {})
+    assert value_and_tier(alone) == (2.0, "durable")
+    alone.close()
+
+
+def test_saves_leave_nothing_in_memory_but_what_is_retained(
+    hosts: Hosts, tmp_path: Path, ranks: Callable[[TierSettings], list[fake_dcp.Writer]]
+) -> None:
+    settings = TierSettings(series="run", memory_every=1, memory_retained=2)
+    writers = ranks(settings)
+    for step in range(1, 4):
+        save(writers, step)
+    few = sum(1 for path in (tmp_path / "shm").rglob("*") if path.is_file())
+    for step in range(4, 20):
+        save(writers, step)
+    many = sum(1 for path in (tmp_path / "shm").rglob("*") if path.is_file())
+    assert many <= few + 4  # a reservation ahead, a commit not yet swept
+    for writer in writers:
+        writer.own.close(PATIENCE_S)
+    for name in HOSTS:
+        hosts.stop(name)
+    assert not [path for path in (tmp_path / "shm").rglob("*") if path.is_file()]
