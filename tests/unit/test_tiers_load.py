@@ -327,5 +327,5 @@ def test_the_others_leave_out_what_was_set_aside() -> None:
 
 def test_a_tier_is_named_by_where_it_is() -> None:
     series = checkpoints.Shelf(DictStore())
-    assert (Tier.memory(series).name, Tier.memory(series).lanes) == ("memory", 1)
+    assert (Tier.memory(series).name, Tier.memory(series).lanes) == ("memory", 2)
     assert (Tier.durable(series).name, Tier.durable(series).lanes) == ("durable", 8)

@@ -65,7 +65,7 @@ class Readable(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
     """A place where copies may be. `name`: `memory` or `durable`. `request_bytes`: what one request
-    asks for at most; `lanes`: requests at a time, more than one where the way is long."""
+    asks for at most; `lanes`: requests at a time."""
 
     name: str
     series: Readable
@@ -74,8 +74,8 @@ class Tier:
 
     @classmethod
     def memory(cls, series: Readable) -> Tier:
-        """The memory of the hosts: the machine's own copies one after the other."""
-        return cls(name="memory", series=series)
+        """The memory of the hosts: a copy and its digest take a processor each."""
+        return cls(name="memory", series=series, lanes=2)
 
     @classmethod
     def durable(cls, series: Readable) -> Tier:
