@@ -78,6 +78,7 @@ class Rig:
             carry=False,
             committed=3,
             joining=False,
+            base=0,
             faults=SimpleNamespace(fire=self._fire),
             phase=self._phase,
             hand_over=self._hand_over,

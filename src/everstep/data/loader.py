@@ -139,6 +139,7 @@ class DatasetSource:
         self._rank = rank
         self._world_size = world_size
         self._collate = collate
+        self._shift = 0  # by how many samples this order is ahead of one that began here
 
     @property
     def identity(self) -> str:
@@ -152,8 +153,17 @@ class DatasetSource:
         """The numbers of this rank's samples in `step` (1 is the first). Raises ValueError below 1.
         Any thread."""
         _check_step(step)
-        start = ((step - 1) * self._world_size + self._rank) * self._batch_size
+        start = self.position(step - 1) + self._rank * self._batch_size
         return tuple(self._order.samples(start, self._batch_size))
+
+    def position(self, step: int) -> int:
+        """How many samples all ranks together have taken by the end of `step`."""
+        return step * self._world_size * self._batch_size + self._shift
+
+    def go_on(self, step: int, position: int) -> None:
+        """By the end of `step`, `position` samples were taken, by however many ranks: the next
+        steps go on from there, so that none is left out and none is taken twice."""
+        self._shift += position - self.position(step)
 
     def at(self, step: int) -> Batch:
         """See `BatchSource.at`."""

@@ -125,6 +125,11 @@ class TieredReader(StorageReader):
             open_newest(self._stack.tiers(), step=self._step, deadline_s=self._deadline)
         )
 
+    def look(self) -> Checkpoint:
+        """The record of the checkpoint that is loaded. As `read_metadata`."""
+        self.read_metadata()
+        return self._open_now.checkpoint
+
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **ignored: Any
     ) -> None:
@@ -333,7 +338,7 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
 
 
 def load_newest(
-    state: dict[str, Any],
+    state: dict[str, Any] | Callable[[Checkpoint], dict[str, Any]],
     settings: TierSettings,
     *,
     step: int | None = None,
@@ -342,7 +347,8 @@ def load_newest(
     no_dist: bool = False,
 ) -> Receipt:
     """Load the newest whole checkpoint, or that of `step`, into `state`, as `dcp.load` does. When
-    a part of it proves lost to any rank, all take the next older one.
+    a part of it proves lost to any rank, all take the next older one. `state` may be made of the
+    checkpoint's record.
 
     Blocks; all ranks of the group call it. Raises `find.NoneThere` where there is none to load,
     StateLost where none can be had."""
@@ -353,11 +359,12 @@ def load_newest(
         told = _decide(settings, step, without, lost, process_group, alone)
         reader = TieredReader(settings, told=told)
         try:
+            target = state(reader.look()) if callable(state) else state
             with warnings.catch_warnings():
                 if alone:
                     warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 dcp_load(
-                    state,
+                    target,
                     storage_reader=reader,
                     planner=planner,
                     process_group=process_group,

@@ -37,8 +37,10 @@ class Attempt:
     """Written by the transaction while the function runs; main thread, or the thread that runs a
     backward pass meanwhile."""
 
-    def __init__(self, step: int, entry: Entry, *, rehearsal: bool) -> None:
+    def __init__(self, step: int, entry: Entry, *, rehearsal: bool, base: int = 0) -> None:
         self.step, self.entry, self.rehearsal = step, entry, rehearsal
+        self.number = 0 if rehearsal else step - base
+        """The how-manieth step it is since the ranks began; 0 for a rehearsal."""
         self.updates = 0
         self.passed = False
         """The gate let an update through."""

@@ -29,9 +29,10 @@ class Between:
     def at_commit(self, state: State, step: int) -> None:
         """`step` has just been committed."""
         state.at_commit = state.steering()
-        if step <= _DIGESTED_STEPS:
+        looked_at = self._is_looked_at(step)
+        if looked_at:
             state.check_optimizer_state()
-        self._digests = digests(state) if step <= _DIGESTED_STEPS else None
+        self._digests = digests(state) if looked_at else None
         self._versions = versions(state)
 
     def changed_since_commit(self, state: State, step: int) -> bool:
@@ -44,7 +45,7 @@ class Between:
             "its update; should it have to be done again, that would be done twice. Do it after "
             "the update"
         )
-        if step <= _DIGESTED_STEPS:
+        if self._is_looked_at(step):
             raise UserError(text)
         self._worker.note("changed-before-update", text)
         return True
@@ -56,7 +57,7 @@ class Between:
     def at_begin(self, state: State, step: int) -> None:
         """`step` is about to begin. Raises UserError where the script changed a tensor since the
         commit, in the first steps."""
-        if step == 1:
+        if step == self._worker.base + 1:
             state.check_first_step()
         self.at_section(state, step)
 
@@ -72,6 +73,9 @@ class Between:
         elif self._versions >= 0 and self._versions != versions(state):
             what = "a parameter, a buffer or a tensor of an optimizer"
             self._worker.note("changed-between", f"{what} {_CHANGED.format(step=step - 1)}")
+
+    def _is_looked_at(self, step: int) -> bool:
+        return step - self._worker.base <= _DIGESTED_STEPS
 
     def after_section(self, state: State) -> None:
         """A section is done: what it may have changed, it has."""

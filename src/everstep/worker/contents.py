@@ -92,6 +92,29 @@ def tensor_keys(state: State, *, gradients: bool = False) -> dict[str, str]:
     return found
 
 
+def module_tops(state: State) -> set[str]:
+    """The names under which modules stand in a checkpoint, as this rank has them."""
+    return {path[0] for path, _ in _module_tensors(state)}
+
+
+def optimizer_places(state: State) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
+    """Of each parameter that an optimizer updates: its place in the state's names, itself, and
+    under what a checkpoint may have the optimizer's tensors of it."""
+    names = _names(state)
+    for place, parameter in state.optimized():
+        name = place.partition("/")[0]
+        tops = dict.fromkeys((name, _top(state, name)))
+        yield place, parameter, tuple(f"{top}.state.{names[id(parameter)]}" for top in tops)
+
+
+def gradient_places(state: State) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Of each parameter: its name in the state, itself, and where a checkpoint has its gradient."""
+    for name, parameter in state.parameters():
+        prefix, _, rest = name.partition("/")
+        path = GRADIENTS, _top(state, prefix, parameter), _plain(rest)
+        yield name, parameter, ".".join(path)
+
+
 def rank_only(data: bytes) -> RankOnly:
     """A rank's own, from a checkpoint. Raises msgspec.ValidationError for other bytes."""
     return msgspec.msgpack.decode(data, type=RankOnly)

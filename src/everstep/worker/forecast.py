@@ -100,7 +100,7 @@ class Forecast:
         assert worker.state is not None
         names = self._reader.locals() or attempt.captured_names
         known = attempt.result
-        changing, first = worker.state.changing, attempt.step == 1
+        changing, first = worker.state.changing, attempt.number == 1
         buffers = {
             name: codec.encode(local(buffer), name)
             for name, buffer in (worker.state.buffers() if changing or first else ())
@@ -133,7 +133,7 @@ class Forecast:
         self.pattern = pattern_of(self._worker.communicators.trace)
         self.learn(attempt, result)
         early = attempt.before_gate
-        if attempt.step == 1 and early is not None and early.candidates:
+        if attempt.number == 1 and early is not None and early.candidates:
             # It was another value yet when the last collective began.
             self.wants_fence |= self._reader.from_candidates(early.candidates) != encoded
         if attempt.captured is None:

@@ -74,7 +74,7 @@ class Gate:
     def learn(self, attempt: Attempt) -> None:
         """What a whole attempt, or a rehearsal, shows of those to come."""
         self._tail = len(self._worker.communicators.trace) > attempt.collectives
-        if attempt.step <= 1:  # the first step, or a rehearsal
+        if attempt.number <= 1:  # the first step, or a rehearsal
             self._updates = max(self._expected, attempt.updates)
         elif attempt.updates > self._updates:
             self._updates = attempt.updates
@@ -114,7 +114,7 @@ class Gate:
             attempt.withhold(optimizer)
             return
         last = attempt.updates >= self._updates and attempt.fence != "late"
-        if not last and attempt.undo is None and attempt.step > 1:
+        if not last and attempt.undo is None and attempt.number > 1:
             kept = self._worker.copies.undo(self._state, attempt.step - 1)
             attempt.undo = kept or Undo(self._state)
         self.meet(attempt, last=last, optimizer=optimizer)
@@ -295,7 +295,7 @@ class Gate:
     def _may_advance(self, attempt: Attempt) -> bool:
         """Whether this rank could make the step by itself. Behind a fence all can; without one it
         depends on nothing collective following the update."""
-        if attempt.step <= 1:
+        if attempt.number <= 1:
             return False
         if attempt.fence != "none":
             return True
@@ -303,7 +303,7 @@ class Gate:
 
     def agree(self, attempt: Attempt) -> None:
         """In the job's second step all ranks agree on the fence."""
-        if attempt.fence is not None or attempt.step == 1:
+        if attempt.fence is not None or attempt.number == 1:
             return
         if self._forecast.wants_fence or self._worker.carry:
             self._fence.want("early")
@@ -316,7 +316,8 @@ class Gate:
         """A mean over ranks is asked for. Raises UserError after the update, unless that can still
         be undone."""
         attempt = self.attempt
-        if attempt is not None and attempt.sealed and attempt.step > 1 and attempt.fence != "late":
+        second = attempt is not None and attempt.number > 1
+        if attempt is not None and attempt.sealed and second and attempt.fence != "late":
             raise UserError(
                 f"run.mean was called after the update of step {attempt.step}, where a rank that "
                 "dies takes its part along; call it before the update, or use "

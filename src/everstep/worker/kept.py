@@ -94,7 +94,7 @@ def keep(worker: Worker, place: str, done: Done) -> None:
             f"is more than {KEPT_BYTES >> 20} MiB ({place}); a replacement of rank "
             f"{worker.spec.rank} has to be told all of it. Return less, or write it to a file"
         )
-    if worker.committed == 0:  # a replacement has to know it before it has joined
+    if worker.committed == worker.base:  # a replacement has to know it before it has joined
         worker.control.send(messages.Once(key=key_before_steps(place), value=payload))
     else:
         worker.hand_over(worker.committed, payload, place)

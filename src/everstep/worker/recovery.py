@@ -155,7 +155,7 @@ class Recovery:
             except CopyError as error:
                 self._worker.note("not-undone", f"{_NOT_UNDONE}: {error}")
                 whole = False
-            self._worker.wrappers.reset(passes=self._worker.committed)
+            self._worker.wrappers.reset(passes=self._worker.pass_of(self._worker.committed))
         finally:
             communicators.solo = was_solo
         if self._worker.device is not None:

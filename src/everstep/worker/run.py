@@ -261,7 +261,10 @@ class Run:
             raise UserError(
                 "run.checkpoint(...) is called once, after run.protect(...) and before the loop"
             )
+        if worker.place.called:
+            raise UserError("a section was called before run.checkpoint(...); call it after")
         from everstep.tiers.settings import TierSettings
+        from everstep.worker.restoring import restore
         from everstep.worker.saves import Saves  # takes torch's distributed checkpoint along
 
         settings = TierSettings(
@@ -271,6 +274,7 @@ class Run:
             durable_every=durable_every,
             **more,
         )
+        restore(worker, settings)
         self._saves = Saves(
             worker, self._sections, settings, gradients=lambda: self._recovery.gradients
         )

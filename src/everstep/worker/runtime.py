@@ -75,7 +75,7 @@ class Worker:
         self.rng_key = b""
         self.joining = spec.joiner
         self.committed = 0
-        self.base = 0  # the step at which this job's ranks began
+        self.base = 0  # the step at which this job's ranks began: of a checkpoint, or none
         self.drawn: Drawn | None = None
         self.closed = False
         self.place = Place()
@@ -84,6 +84,15 @@ class Worker:
         self.carry = False  # the script's own random streams are kept
         self.values: dict[str, Any] = {}
         self.log: dict[int, dict[str, float]] = {}
+
+    @property
+    def warm_passes(self) -> int:
+        """How many passes of the step function stand for the steps before a checkpoint."""
+        return min(self.wrappers.due_passes(), self.base)
+
+    def pass_of(self, step: int) -> int:
+        """The how-manieth pass of the step function `step` is, in the lives of these ranks."""
+        return step - self.base + self.warm_passes
 
     @property
     def world(self) -> OuterGroup:

@@ -215,6 +215,10 @@ class State:
                     entry = optimizer.state.get(parameter)
                     yield f"{prefix}/{g}/{p}", parameter, entry if entry is not None else {}
 
+    def optimized(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name (`optimizer/0/3`) and tensor of every parameter that an optimizer updates."""
+        return ((prefix, parameter) for prefix, parameter, _ in self._optimizer_entries())
+
     def updates_seen(self) -> int:
         """How often parameters and tensors of the optimizers were written to, all together."""
         count = sum([version_of(parameter) for parameter in self.parameter_list])

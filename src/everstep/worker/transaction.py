@@ -29,7 +29,7 @@ from everstep.worker.batch import Made, exchange
 from everstep.worker.between import Between
 from everstep.worker.capsule import Contents
 from everstep.worker.communicators import Answer
-from everstep.worker.entry import Entry, GradientPolicy
+from everstep.worker.entry import Entry, GradientPolicy, Undo
 from everstep.worker.fence import Fence
 from everstep.worker.forecast import Forecast, pattern_of
 from everstep.worker.gate import Gate
@@ -102,6 +102,7 @@ class Step:
             )
         if worker.joining:
             return self._join(args, kwargs)
+        passes = 0 if self.began else worker.warm_passes
         if not self.began:
             worker.communicators.on_outside = self._warn_of_collective
         self.began = True
@@ -109,10 +110,15 @@ class Step:
         self._between.at_begin(self._state, drawn.step)
         batch = drawn.batch
         made = Made((args, kwargs), batch.value)
+        for number in range(1, passes + 1):
+            self._warm_up(drawn.step, number, args, kwargs)
+            fresh = worker.draw(drawn.step)
+            args, kwargs = exchange((args, kwargs), batch.value, fresh.value)
+            batch = fresh
         while True:
             result, outcome = self._try(drawn.step, args, kwargs, batch)
             if outcome is None:
-                if drawn.step <= _LEARNING_STEPS:
+                if drawn.step - worker.base <= _LEARNING_STEPS:
                     made.refuse_changed(drawn.step)
                 return result
             if outcome.step == drawn.step:
@@ -166,16 +172,18 @@ class Step:
     def _clean(self) -> bool:
         return not self._worker.communicators.poisoned
 
-    def _begin(self, step: int) -> Attempt:
+    def _begin(self, step: int, warming: int = 0) -> Attempt:
+        """`warming`: it is no attempt, but the how-manieth pass before the first."""
         worker = self._worker
         communicators = worker.communicators
         entry = Entry(
             self._state,
             copy_gradients=self._gradients.copies,
-            learn_buffers=step <= self._buffers_until,
+            learn_buffers=step - worker.base <= self._buffers_until,
         )
         self._between.at_attempt(self._state)
-        attempt = self._gate.attempt = Attempt(step, entry, rehearsal=False)
+        attempt = Attempt(step, entry, rehearsal=warming > 0, base=worker.base)
+        self._gate.attempt = attempt
         attempt.log = {step: dict(scalars) for step, scalars in worker.log.items()}
         attempt.values = codec.copy(worker.values)
         attempt.streams = worker.streams()
@@ -185,16 +193,44 @@ class Step:
             attempt.fence = "late"  # from the first step on: all know it, and none need agree
         communicators.trace.clear()
         if communicators.tape is not None:
-            communicators.tape.begin(step)
+            communicators.tape.begin(warming or worker.pass_of(step))
         communicators.touched = communicators.replaying = communicators.cut_off = False
         communicators.answer = Answer.ZEROS
         communicators.before_launch = self._gate.before_collective
         communicators.unwind = Unwind
         communicators.bound = self._forecast.bound()
-        worker.faults.step = step
+        worker.faults.step = 0 if warming else step
         worker.phase(Phase.STEP, step)
         worker.seed("step", step)
         return attempt
+
+    def _warm_up(self, step: int, number: int, args: Any, kwargs: Any) -> None:
+        """A whole pass that leaves no trace, on all ranks that have begun at a checkpoint: DDP lays
+        out its buckets anew after the first passes of a process, and the layout decides the bits of
+        the sums. A failure in it starts all ranks again."""
+        worker = self._worker
+        attempt = self._begin(step, number)
+        attempt.undo = Undo(self._state)
+        error: Exception | None = None
+        result = None
+        try:
+            result = self._function(*args, **kwargs)
+            worker.communicators.drain()
+        except Unwind:
+            pass
+        except Exception as failure:
+            error = failure
+        finally:
+            self._end()
+        if error is None and self._clean():
+            self._take_in(attempt, result)
+            self._put_back(attempt)
+            return
+        if error is not None and self._clean():
+            worker.report_exception(error, step)
+            worker.communicators.hold(error)
+        self._recovery.run(torn=True)
+        raise AssertionError("nothing is committed, so all ranks start again")
 
     def _end(self) -> None:
         self._gate.attempt = None
@@ -243,7 +279,7 @@ class Step:
         worker.place.next_step()
         self._between.at_commit(self._state, step)
         worker.phase(Phase.BETWEEN)
-        if step >= LAST_STEP:
+        if worker.pass_of(step) >= LAST_STEP:
             worker.communicators.tape = None
         commit = messages.Commit(
             generation=worker.communicators.generation,
@@ -261,9 +297,9 @@ class Step:
         self._worker.wrappers.passed()
         self._gradients.learn(attempt.entry)
         self._recovery.gradients = self._gradients.copies
-        if attempt.entry.learn_buffers() or attempt.step <= _LEARNING_STEPS:
-            self._buffers_until = max(self._buffers_until, attempt.step + _LEARNING_STEPS)
-        if attempt.step <= 1:  # the first step, or a rehearsal
+        if attempt.entry.learn_buffers() or attempt.number <= _LEARNING_STEPS:
+            self._buffers_until = max(self._buffers_until, attempt.number + _LEARNING_STEPS)
+        if attempt.number <= 1:  # the first step, or a rehearsal
             self._worker.wrappers.find_fsdp()
 
     # ------------------------------------------------------------ failure
@@ -278,7 +314,7 @@ class Step:
         if error is not None and not worker.communicators.poisoned:
             worker.report_exception(error, attempt.step)
             worker.communicators.hold(error)
-        if attempt.step == 1:
+        if attempt.number == 1:
             return self._recovery.run(torn=True, settle=lambda: self._relearn(args, kwargs))
         torn = attempt.torn or (attempt.passed and attempt.undo is None) or attempt.entry.lost()
         return self._recovery.run(torn=torn, settle=lambda: self._put_back(attempt))
@@ -287,7 +323,7 @@ class Step:
         """The first step failed here. Either it failed everywhere, then all ranks start again; or a
         peer has committed it, then this rank takes its state like a joiner, and like one it has to
         see a whole step first: bucket layouts, and what the function returns."""
-        self._worker.wrappers.reset(passes=0)
+        self._worker.wrappers.reset(passes=self._worker.warm_passes)
         self._rehearse(args, kwargs)
 
     def _recovered_in_gate(self, outcome: Outcome) -> Outcome:
@@ -326,7 +362,8 @@ class Step:
         capsule = outcome.capsule
         result = self._forecast.result_of(capsule, outcome.step)
         log: dict[int, dict[str, float]] = {}
-        if capsule is not None and (capsule.step <= outcome.step or outcome.step > 1):
+        first = worker.base + 1
+        if capsule is not None and (capsule.step <= outcome.step or outcome.step > first):
             self._fence.kind = capsule.fence or self._fence.kind
         if capsule is not None and capsule.step == outcome.step:
             worker.wrappers.check_laid_out(capsule.used)
@@ -352,7 +389,7 @@ class Step:
         """In a replacement: the script runs on from the commit of `step`. `capsule`, `kept`: what
         its predecessor kept then, and in the sections after it."""
         self._worker.committed = step
-        if step:
+        if step > self._worker.base:
             self._worker.place.next_step()
             self._worker.place.kept = kept
         if capsule is not None:
@@ -365,7 +402,7 @@ class Step:
     def _take(self, capsule: Contents) -> None:
         """What the rank had of its own after the capsule's step."""
         buffers, state = dict(self._state.buffers()), self._state
-        if capsule.step > 1:  # in the first it is not known yet which change
+        if capsule.step > self._worker.base + 1:  # in the first it is not known which change
             known = {*state.changing, *capsule.buffers}
             state.changing = tuple(name for name in buffers if name in known)
         with torch.no_grad():
@@ -393,7 +430,9 @@ class Step:
         comes from peers afterwards."""
         before: list[tuple[str, int]] | None = None
         wanted = self._forecast.pattern
-        most = self._worker.wrappers.most_rehearsals(self._worker.committed + 1)
+        most = self._worker.wrappers.most_rehearsals(
+            self._worker.pass_of(self._worker.committed + 1)
+        )
         passes = 0
         while passes < (most or _MAX_REHEARSALS):
             passes += 1
@@ -428,8 +467,12 @@ class Step:
             return False
         finally:
             self._end()
+        self._take_in(attempt, result)
+        return True
+
+    def _take_in(self, attempt: Attempt, result: Any) -> None:
+        """What a rehearsal shows of the steps to come."""
         if not attempt.updates:
             attempt.entry.at_gate()
         self._learn(attempt)
         self._forecast.learn(attempt, result)
-        return True

@@ -66,6 +66,9 @@ class PlainRun:
     def protect(self, **_things: Any) -> None:
         self._key = rng.make_key()
 
+    def checkpoint(self, *_args: Any, **_settings: Any) -> None:
+        """Keeps none."""
+
     def step(self, function: Any = None, *, undo: bool = False) -> Any:
         if function is None:
             return functools.partial(self.step, undo=undo)

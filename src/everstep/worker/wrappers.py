@@ -69,6 +69,10 @@ class Wrappers:
         young = any(ddp.static_graph and committed < _STATIC_PASSES for ddp in self._ddp)
         return committed if young else None
 
+    def due_passes(self) -> int:
+        """How many passes lay out all buckets."""
+        return max((_STATIC_PASSES if ddp.static_graph else 1 for ddp in self._ddp), default=0)
+
     def passed(self) -> None:
         """A whole pass was made here: a step, or a rehearsal of one."""
         for ddp in self._ddp:
