@@ -229,6 +229,22 @@ def test_of_two_committers_one_wins_and_the_other_is_told() -> None:
     assert isinstance(to.outcome(second, deadline_s=LONG_S), Failed)
 
 
+def test_a_server_that_ignores_conditions_does_not_lose_what_is_there() -> None:
+    class Careless(DictStore):
+        def put(self, *args: Any, absent: bool = False, **options: Any) -> None:
+            super().put(*args, **options)
+
+    to = series(Careless())
+    first, second = to.begin(7), to.begin(7)
+    for attempt, fill in ((first, b"x"), (second, b"y")):
+        for rank in range(2):
+            put_part(to, attempt, rank, 2, fill)
+    made = commit(to, first)
+    with pytest.raises(Taken):
+        commit(to, second)
+    assert to.read(7) == made
+
+
 def test_the_same_content_again_is_no_failure() -> None:
     to = series(DictStore())
     first = save(to, 7)

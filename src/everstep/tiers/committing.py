@@ -135,8 +135,12 @@ def make_exist(
     Raises Taken, StoreError."""
     envelope = signing.seal(catalog.encode(checkpoint), key)
     deadline.check()
+    key_of_step = names.commit_key(series.name, checkpoint.step)
     try:
-        put_once(series, names.commit_key(series.name, checkpoint.step), envelope, deadline)
+        # A server that ignores conditions would overwrite: so it is looked at first, too.
+        if series.size(key_of_step, deadline) is not None:
+            raise Exists(f"{series.store.where}/{key_of_step}: it is there already")
+        put_once(series, key_of_step, envelope, deadline)
     except Exists as error:
         existing, why = _same(series, checkpoint, digests, deadline)
         if existing is None:

@@ -184,10 +184,10 @@ class Series(Reader):
         stop: threading.Event | None = None,
     ) -> Committed | Failed:
         """Wait until it is known how the attempt ended. A deadline that is over is a failure, whose
-        first cause is looked for once more; the committer's should be the shorter one, else a
-        checkpoint can come to be that was given up here. Raises Stopped, and StoreError when the
-        store does not answer."""
-        deadline = self.deadline(deadline_s, stop)
+        first cause is looked for once more; it is waited a little longer than that, for a committer
+        who has the same deadline and says at its end why he gave up. Raises Stopped, and StoreError
+        when the store does not answer."""
+        deadline = self.deadline(deadline_s + min(deadline_s, _LAST_WORDS_S), stop)
         while True:
             owner = self.owner(attempt.step, deadline)
             if owner == attempt:
@@ -202,7 +202,7 @@ class Series(Reader):
             if failure is not None:
                 return Failed(attempt=attempt, why=failure.why, rank=failure.rank)
             if not deadline.pause():
-                return self._without_word(attempt, committer, deadline_s)
+                return self._without_word(attempt, committer, deadline.seconds)
 
     def _without_word(self, attempt: Attempt, committer: int, deadline_s: float) -> Failed:
         """What there is to say when the deadline is over."""
