@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -27,6 +26,7 @@ import msgspec
 from everstep import snapshot
 from everstep.errors import StateLost
 from everstep.tiers import find
+from everstep.tiers.blockcache import BlockCache
 from everstep.tiers.catalog import Checkpoint, PartManifest, check_block
 from everstep.tiers.find import Found, Source, Tier, Told
 from everstep.tiers.receipt import PartSource, Receipt, Refusal
@@ -108,7 +108,7 @@ class Opened:
         self._refused = list(found.refused)
         self._signed = found.standing == "valid"
         self._deadline_s = deadline_s
-        self._cache = _Cache(cache_bytes)
+        self._cache = BlockCache(cache_bytes)
         self._manifests: dict[int, PartManifest] = {}
         self._layouts: dict[int, snapshot.Layout] = {}
         self._taken: dict[tuple[int, str, str], int] = {}
@@ -294,14 +294,7 @@ class Opened:
             sources = self._sources[rank]
             if source not in sources:
                 return  # another thread saw it first
-            refusal = Refusal(
-                tier=source.tier.name,
-                where=source.store.where,
-                step=self.told.step,
-                rank=rank,
-                why=why,
-            )
-            self._refused.append(refusal)
+            self._note(rank, source, why)
             at = sources.index(source)
             sources[at : at + 1] = self._copies(rank, source)
 
@@ -334,13 +327,25 @@ class Opened:
         return known
 
     def _read_manifest(self, rank: int) -> PartManifest:
+        """The part's manifest, from any source: by its SHA-256 it is as good for the others."""
         for source in list(self._sources[rank]):
             told = msgspec.structs.replace(self.checkpoint, attempt=source.attempt.name)
             try:
                 return source.tier.series.part_manifest(told, rank, deadline_s=self._deadline_s)
             except StoreError as error:
-                self._refuse(rank, source, f"its manifest: {error}")
+                self._note(rank, source, f"its manifest: {error}")
         raise self._lost(rank)
+
+    def _note(self, rank: int, source: Source, why: str) -> None:
+        refusal = Refusal(
+            tier=source.tier.name,
+            where=source.store.where,
+            step=self.told.step,
+            rank=rank,
+            why=why,
+        )
+        with self._lock:
+            self._refused.append(refusal)
 
     def _lost(self, rank: int) -> PartLost:
         said = "; ".join(str(one) for one in self.receipt.refused if one.rank in (rank, None))
@@ -350,37 +355,6 @@ class Opened:
             f"no good copy of rank {rank}'s part of step {self.told.step} is left: "
             f"{said or 'no tier has it here'}",
         )
-
-
-class _Cache:
-    """Blocks that were read and checked, the least used going first when they exceed a cap. Any
-    thread."""
-
-    def __init__(self, cap_bytes: int) -> None:
-        self._cap, self._held = cap_bytes, 0
-        self._blocks: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: tuple[int, int]) -> memoryview | None:
-        with self._lock:
-            block = self._blocks.get(key)
-            if block is not None:
-                self._blocks.move_to_end(key)
-            return block
-
-    def put(self, key: tuple[int, int], block: memoryview) -> None:
-        with self._lock:
-            if key in self._blocks or block.nbytes > self._cap:
-                return
-            self._blocks[key] = block
-            self._held += block.nbytes
-            while self._held > self._cap:
-                self._held -= self._blocks.popitem(last=False)[1].nbytes
-
-    def clear(self) -> None:
-        with self._lock:
-            self._blocks.clear()
-            self._held = 0
 
 
 def open_newest(
