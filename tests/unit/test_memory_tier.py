@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.unit.memorydesks import Hosts
 
 from everstep.errors import UserError
 from everstep.snapshot import BLOCK_BYTES, SnapshotError, block_spans, digest
 from everstep.tiers import names
+from everstep.tiers.memory import door, wire
 from everstep.tiers.memory.client import MemoryStore, connect
 from everstep.tiers.memory.vault import PREFIX
+from everstep.tiers.memory.wire import HEADER, address_of
 from everstep.tiers.store import Exists, Full, Missing, Stopped, StoreError
+from everstep.wire.secret import Secret
 
 S = 20.0
 
@@ -351,6 +357,72 @@ def test_without_a_secret_there_is_one_host(tmp_path: Path) -> None:
         hosts.close()
 
 
+def test_a_door_survives_what_is_no_question(hosts: Hosts) -> None:
+    hosts.start("a")
+    store = hosts.store("a")
+    _put(store, "run/x", b"x")
+    garbage = [
+        HEADER.pack(5) + b"hello",
+        HEADER.pack(1 << 31) + b"much",
+        HEADER.pack(100) + b"cut",
+        b"\xff",
+    ]
+    for sent in garbage:
+        with socket.socket(socket.AF_UNIX) as raw, address_of(hosts.socket("a")) as address:
+            raw.settimeout(S)
+            raw.connect(address)
+            raw.sendall(sent)
+            raw.shutdown(socket.SHUT_WR)
+            answer = b""
+            with suppress(ConnectionResetError):  # hung up on with words unread
+                while part := raw.recv(4096):
+                    answer += part
+        assert (b"no question" in answer) == (sent == garbage[0])
+    assert store.get("run/x", deadline_s=S) == b"x"
+
+
+def test_another_user_is_not_served_and_not_believed(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.start("a")
+    where = hosts.socket("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(door, "user_of", lambda _: os.geteuid() + 1)
+        with pytest.raises(UserError, match="no agent keeps checkpoints at"):
+            connect(where, patience_s=0.1)
+    monkeypatch.setattr(wire, "user_of", lambda _: os.geteuid() + 1)
+    with pytest.raises(UserError, match="is served by user"):
+        connect(where, patience_s=0.1)
+
+
+def test_hosts_with_another_secret_or_the_same_name_are_strangers(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path)
+    try:
+        hosts.start("a")
+        hosts.secret = Secret("another secret of so many characters, 12345", "the test")
+        hosts.start("b")
+        stores = [hosts.store(name, copies=2) for name in "ab"]
+        hosts.acquaint(stores)
+        _put(stores[0], "run/x", b"x")
+        (note,) = stores[0].notes()
+        assert "of 2 copies of each part 1 are kept: b: " in note
+        assert stores[0].about().lost == ("b",)
+        _until(lambda: any("was refused" in said for said in hosts.said))
+    finally:
+        hosts.close()
+
+
+def test_an_agent_that_has_become_another_is_not_taken_for_the_one_before(hosts: Hosts) -> None:
+    for name in "ab":
+        hosts.start(name)
+    stores = {name: hosts.store(name, copies=2) for name in "ab"}
+    card = msgspec.json.decode(stores["b"].card()) | {"name": "c"}
+    stores["a"].introduce([msgspec.json.encode(card).decode()])
+    _put(stores["a"], "run/x", b"x")
+    (note,) = stores["a"].notes()
+    assert "c is not here: this is b" in note
+
+
 def test_refusals(hosts: Hosts) -> None:
     hosts.start("a")
     store = hosts.store("a")
@@ -367,9 +439,9 @@ def test_refusals(hosts: Hosts) -> None:
         store.put("run/x", [memoryview(b"x")], deadline_s=S, stop=stop)
     with pytest.raises(ValueError, match="no card"):
         store.introduce(["{}"])
-    socket = hosts.socket("a")
+    where = hosts.socket("a")
     hosts.stop("a")
     with pytest.raises(StoreError, match="no agent keeps checkpoints there"):
         store.size("run/x", deadline_s=S)
     with pytest.raises(UserError, match="start `everstep agent` on this host"):
-        connect(socket, patience_s=0.1)
+        connect(where, patience_s=0.1)
