@@ -17,7 +17,10 @@ def _code(page: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_library_page_runs_under_a_fault(tmp_path: Path) -> None:
+def test_the_library_page_runs_under_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     script = tmp_path / "page.py"
     script.write_text(_code(ROOT / "docs" / "reference" / "library.md"))
     runs = tmp_path / "runs"
@@ -108,3 +111,4 @@ def test_a_how_to_page_runs_under_a_fault_in_its_body(
         assert {step for (_, step), row in result.metrics.items() if "heldout" in row}
     if page == "save-a-checkpoint":
         assert torch.load("checkpoint.pt", weights_only=True)["step"] == 20
+        assert list(tmp_path.glob("checkpoints/page/commits/*20.json"))

@@ -203,8 +203,9 @@ class Lane:
         """What is in the background."""
         with self._changed:
             now = self._queue.under_way
+            going_on = now is not None and not now.stop(self.tier).is_set()
             return Standing(
-                under_way=now.attempt.name if now is not None else "",
+                under_way=now.attempt.name if now is not None and going_on else "",
                 waiting=tuple(save.attempt.name for save in self._queue.waiting),
                 put=tuple(self._queue.put),
             )
@@ -264,11 +265,12 @@ class Lane:
                 save = self._queue.under_way = self._queue.waiting.popleft()
             failure = self._do(save)
             save.let_go(self.tier)
-            if failure is not None and not save.broken:
+            given_up = save.stop(self.tier).is_set()
+            if failure is not None and not save.broken and not given_up:
                 self._report(failure)
             with self._changed:
                 self._queue.under_way = None
-                self.committed += failure is None and not save.stop(self.tier).is_set()
+                self.committed += failure is None and not given_up
                 self._changed.notify_all()
             save.end(self.tier, failure)
 

@@ -92,13 +92,14 @@ class Saver:
         that are to be told now. Raises SaveFailed when an earlier save does not end."""
         settings = self.stack.settings
         self.counts.skipped += len(order.skipped)
+        self._meet(order.cards)
+        with self._lock:  # that an attempt was given up may be seen as a failure before it is told
+            self._told.extend((name, tier) for tier, name in (*order.displaced, *order.lost))
+            self._told.extend((name, tier) for name in order.raised for tier in self._lanes)
         for tier, name in order.displaced:
             self.counts.displaced += self._lanes[tier].give_up([name])
         for tier, name in order.lost:
             self.counts.lost += self._lanes[tier].give_up([name])
-        self._meet(order.cards)
-        with self._lock:
-            self._told.extend((name, tier) for name in order.raised for tier in self._lanes)
         failures = self._news(order.failures)
         for tier in order.wait:
             if not self._lanes[tier].wait_idle(settings.deadline_s):

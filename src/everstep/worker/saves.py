@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from everstep.errors import EverstepError, UserError
 from everstep.tiers.dcp import TieredWriter
 from everstep.tiers.policy import MEMORY, Failure
-from everstep.tiers.series import SaveFailed
 from everstep.tiers.settings import TierSettings
 from everstep.wire import messages
 from everstep.worker.contents import pack
@@ -69,8 +68,8 @@ class Saves:
 
     def between(self, *, last: bool = False) -> None:
         """The steps up to `worker.committed` are done, and the next one has not begun: save if it
-        is time. `last`: there is no next one. Raises SaveFailed for a save that failed, if that is
-        to be an error; UserError for what can't be saved."""
+        is time. `last`: there is no next one. Raises UserError for what can't be saved, and
+        for a save that failed, if that is to be an error."""
         step = self._worker.committed
         self._tell([str(failure) for failure in self._writer.saver.news()])
         if step > self._worker.base and (last or self._writer.due(step)):
@@ -102,7 +101,7 @@ class Saves:
 
     def _tell(self, failures: Sequence[str]) -> None:
         if failures and self._settings.on_save_error == "raise":
-            raise SaveFailed("; ".join(failures))
+            raise UserError(f"{'; '.join(failures)} (on_save_error='warn' goes on without it)")
         for failure in failures:
             self._worker.note(f"save-failed: {failure}", failure)
 

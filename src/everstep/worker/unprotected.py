@@ -66,8 +66,13 @@ class PlainRun:
     def protect(self, **_things: Any) -> None:
         self._key = rng.make_key()
 
-    def checkpoint(self, *_args: Any, **_settings: Any) -> None:
-        """Keeps none."""
+    def checkpoint(self, destination: str = "", **_settings: Any) -> None:
+        if self.rank == 0:
+            print(
+                f"everstep: this run is not protected, and keeps no checkpoints in "
+                f"{destination or 'memory'}: use everstep.tiers.TieredWriter with dcp.save",
+                file=sys.stderr,
+            )
 
     def step(self, function: Any = None, *, undo: bool = False) -> Any:
         if function is None:
