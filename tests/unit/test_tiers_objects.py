@@ -254,6 +254,20 @@ def test_a_bucket_that_is_full(text: str, kind: str) -> None:
     assert objects._kind(error).__name__ == kind
 
 
+def test_without_credentials_it_is_said_soon() -> None:
+    error = exceptions.GenericError(
+        "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1ms - "
+        "HTTP error: error sending request"
+    )
+
+    def connect(timeout_s: int, retries: int, lists: bool) -> None:
+        raise error
+
+    store = BucketStore("s3://everstep/x", connect)  # type: ignore[arg-type]
+    with pytest.raises(Denied, match="/a: size: there are no credentials in the environment"):
+        store.size("a", deadline_s=LONG_S)
+
+
 def test_no_secret_is_in_an_error() -> None:
     error = exceptions.GenericError(
         "Error performing PUT https://a.blob.core.windows.net/c/x?sig=secret&se=1 in 3ms"

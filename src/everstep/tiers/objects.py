@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import ObjectMeta, PutMode
     from obstore.store import ObjectStore
 
 _Result = TypeVar("_Result")
@@ -66,6 +66,8 @@ _CODE = re.compile(r"<Code>([^<]*)</Code>(?:\s*<Message>([^<]*)</Message>)?")
 _QUERY = re.compile(r"\?\S*")  # may hold a signature
 _FULL = re.compile(r"status code: 507|QuotaExceeded|StorageFull|InsufficientCapacity")
 _PASSING = {"408", "409", "425", "429"}  # besides 5xx; 409: another is creating it right now
+_METADATA = "//169.254.169.254/"  # where a machine's role is asked for, when nothing else is set
+_TRIES_METADATA = 3
 _SETUP = re.compile(r"builder error|BadScheme|invalid|unable to recognise", re.IGNORECASE)
 
 
@@ -154,19 +156,13 @@ class BucketStore:
             self._put_parts(key, pieces, nbytes, deadline)
             return
         data = b"".join(pieces)
-        deadline.wait(self._throttle.book(nbytes))
-        self._try(
-            key,
-            "put",
-            deadline,
-            lambda client: obstore.put(
-                client,
-                key,
-                data,
-                mode="create" if absent else "overwrite",
-                use_multipart=False,
-            ),
-        )
+
+        def send(client: ObjectStore) -> None:
+            deadline.wait(self._throttle.book(nbytes))
+            mode: PutMode = "create" if absent else "overwrite"
+            obstore.put(client, key, data, mode=mode, use_multipart=False)
+
+        self._try(key, "put", deadline, send)
 
     def get(self, key: str, *, start: int = 0, end: int | None = None, deadline_s: float) -> bytes:
         """See `Store.get`."""
@@ -302,7 +298,7 @@ class BucketStore:
                 tries += 1
                 return act(self._client(deadline.left(), retries, what == "list"))
             except (exceptions.BaseError, FileNotFoundError) as error:
-                if not _may_pass(error):
+                if not _may_pass(error) or (_METADATA in str(error) and tries >= _TRIES_METADATA):
                     raise _kind(error)(f"{name}: {_words(error)}") from error
                 first = first or error
                 deadline.pause()
@@ -357,6 +353,8 @@ def _may_pass(error: Exception) -> bool:
 
 def _kind(error: Exception) -> type[StoreError]:
     text = str(error)
+    if _METADATA in text:
+        return Denied
     if _FULL.search(text):
         return Full
     if isinstance(error, FileNotFoundError):
@@ -373,5 +371,7 @@ def _words(error: Exception) -> str:
     """What obstore says, in a line, and without what may be secret."""
     text = str(error).partition("\n\nDebug source")[0]
     line = _QUERY.sub("", text.partition("\n")[0].partition("<")[0]).strip(" :")
+    if _METADATA in text:
+        line = f"there are no credentials in the environment, and the machine gives none: {line}"
     code = _CODE.search(text)
     return f"{line}: {': '.join(filter(None, code.groups()))}" if code else line
