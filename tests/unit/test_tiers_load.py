@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from everstep.errors import StateLost
 from everstep.tiers import find
 from everstep.tiers.find import NoneThere, Tier, Told
 from everstep.tiers.load import Opened, PartLost, Wanted, load, open_newest, open_told
+from everstep.tiers.series import Series
 from everstep.tiers.store import Store
 from everstep.tiers.suspects import Suspects
 
@@ -140,6 +142,36 @@ def test_a_part_without_a_good_copy_falls_to_an_older_step() -> None:
     assert (receipt.step, receipt.behind, len(receipt.refused)) == (10, 10, 1)
     with pytest.raises(PartLost, match=r"rank 0's part of step 20.*XXH3"):
         load([tier(far)], everything, step=20)
+
+
+def test_what_was_passed_over_as_damaged_can_be_set_aside_and_saved_again() -> None:
+    far = DictStore("far")
+    saved(far, 10)
+    wrong, short = saved(far, 20), saved(far, 30)
+    far.flip(part_key(wrong, 0), 100_000)
+    del far.objects[part_key(short, 1)]
+    tiers = [Tier.durable(Series(far, "run"))]
+    _, receipt = load(tiers, everything)
+    lost = find.damaged(receipt)
+    assert sorted(lost) == [20, 30]
+    assert find.set_aside(tiers, lost) == []
+    assert tiers[0].series.steps(deadline_s=1) == [10]
+    assert find.set_aside(tiers, lost) == []
+
+
+def test_what_is_only_out_of_reach_is_not_damaged() -> None:
+    far = DictStore("far")
+    saved(far, 10)
+    new = saved(far, 20)
+    far.fail = [part_key(new, 0)]
+    _, receipt = load([tier(far)], everything)
+    assert (receipt.step, find.damaged(receipt)) == (10, {})
+
+
+def test_a_lost_part_is_told_to_other_processes() -> None:
+    lost = PartLost(3, 1, "why", True)
+    again = pickle.loads(pickle.dumps(lost))  # noqa: S301 - as torch does within a job
+    assert (str(again), again.step, again.rank, again.damaged) == ("why", 3, 1, True)
 
 
 @pytest.mark.parametrize("what", ["safetensors", "json"])

@@ -19,22 +19,25 @@ It does not read parts (`load.py`), so it does not know of bytes that are wrong.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 from msgspec import Meta
 
 from everstep.errors import StateLost
-from everstep.snapshot import Count
+from everstep.snapshot import Count, SnapshotError
 from everstep.tiers.catalog import Checkpoint, Origin, Part, PartManifest, Sha256
 from everstep.tiers.names import Attempt, part_of
-from everstep.tiers.receipt import Refusal
+from everstep.tiers.receipt import Receipt, Refusal
 from everstep.tiers.signing import Standing
-from everstep.tiers.store import Missing, Store, StoreError
+from everstep.tiers.store import Missing, Refused, Store, StoreError
 from everstep.tiers.suspects import Suspects, named
 
+DAMAGED = (Missing, Refused, SnapshotError)
+"""Errors that say that something is gone or wrong, and not only out of reach."""
 _STANDINGS: tuple[Standing, ...] = ("valid", "unchecked", "absent")
 
 
@@ -59,6 +62,15 @@ class Readable(Protocol):
         self, checkpoint: Checkpoint, rank: int, *, deadline_s: float
     ) -> PartManifest:
         """What a part holds, checked against the record. Raises StoreError."""
+        ...
+
+
+@runtime_checkable
+class Abandoning(Protocol):
+    """A series in which a checkpoint can be set aside."""
+
+    def set_aside(self, checkpoint: Checkpoint, *, deadline_s: float) -> None:
+        """As `Series.set_aside`."""
         ...
 
 
@@ -168,11 +180,10 @@ def decide(
             if not lacking:
                 found.refused[:0] = refused
                 return found
+            why = f"no tier has the parts of ranks {lacking[:8]} whole"
+            gone = all(refusal.damaged for refusal in found.refused)
             refused += found.refused
-            refused += [
-                _refused(tier, candidate, f"no tier has the parts of ranks {lacking[:8]} whole")
-                for tier, _, _ in same
-            ]
+            refused += [_refused(tier, candidate, why, damaged=gone) for tier, _, _ in same]
     what = "checkpoint" if step is None else f"checkpoint of step {step}"
     why = "; ".join(str(refusal) for refusal in refused) or "no other is there"
     raise StateLost(f"no whole {what} is left in {_places(tiers)}: {why}")
@@ -194,6 +205,40 @@ def follow(tiers: Sequence[Tier], told: Told, *, deadline_s: float = 60.0) -> Fo
     )
 
 
+def damaged(receipt: Receipt) -> dict[int, str]:
+    """Steps newer than the one that was loaded, of which all that was seen is gone or wrong, with
+    the reasons: what a training that goes on from there sets aside. Pure."""
+    passed: dict[int, list[Refusal]] = {}
+    for refusal in receipt.refused:
+        if refusal.step is not None and refusal.step > receipt.step:
+            passed.setdefault(refusal.step, []).append(refusal)
+    return {
+        step: "; ".join(map(str, refusals))
+        for step, refusals in passed.items()
+        if all(refusal.damaged for refusal in refusals)
+    }
+
+
+def set_aside(
+    tiers: Sequence[Tier], steps: Iterable[int], *, deadline_s: float = 60.0
+) -> list[str]:
+    """Make these steps exist no more, in every tier, so that they can be saved again. For one rank
+    of a training that goes on from an older step, before it saves. Blocks on the stores. Returns
+    what could not be set aside, for a warning."""
+    failed = []
+    for tier, step in itertools.product(tiers, steps):
+        if not isinstance(tier.series, Abandoning):
+            continue
+        try:
+            checkpoint, _ = tier.series.examine(step, deadline_s=deadline_s)
+            tier.series.set_aside(checkpoint, deadline_s=deadline_s)
+        except Missing:
+            continue
+        except StoreError as error:
+            failed.append(f"step {step} in {tier.name} could not be set aside: {error}")
+    return failed
+
+
 def _records(
     tiers: Sequence[Tier], step: int, refused: list[Refusal], deadline_s: float
 ) -> list[_Record]:
@@ -205,7 +250,8 @@ def _records(
         except Missing:
             continue
         except StoreError as error:
-            refused.append(_refused(tier, step, str(error)))
+            damaged = isinstance(error, DAMAGED)
+            refused.append(_refused(tier, step, str(error), damaged=damaged))
     return records
 
 
@@ -244,12 +290,14 @@ def _locate(
                 copy = named(tier.name, source.store.where, checkpoint.step, part.rank)
                 if nbytes is not None and copy in aside:
                     why = "set aside: twice the training failed after a restore from it"
-                    refused.append(_refused(tier, checkpoint.step, why, part.rank))
                 elif nbytes == part.nbytes:
                     sources[part.rank].append(source)
+                    continue
                 elif nbytes is not None:
                     why = f"it has {nbytes} bytes, the record says {part.nbytes}"
-                    refused.append(_refused(tier, checkpoint.step, why, part.rank))
+                else:
+                    continue
+                refused.append(_refused(tier, checkpoint.step, why, rank=part.rank, damaged=True))
     told = Told(
         series=checkpoint.series,
         step=checkpoint.step,
@@ -273,9 +321,9 @@ def _sizes(
     what the listing lacks is asked for by name."""
     sizes = {}
     for entry in source.store.list(source.attempt.prefix, deadline_s=deadline_s):
-        named = part_of(entry.key)
-        if named is not None and named[2] == "safetensors":
-            sizes[named[1]] = entry.nbytes
+        part = part_of(entry.key)
+        if part is not None and part[2] == "safetensors":
+            sizes[part[1]] = entry.nbytes
     if committed:
         for rank in (part.rank for part in parts if part.rank not in sizes):
             try:
@@ -286,8 +334,11 @@ def _sizes(
     return sizes
 
 
-def _refused(tier: Tier, step: int, why: str, rank: int | None = None) -> Refusal:
-    return Refusal(tier=tier.name, where=tier.series.store.where, step=step, rank=rank, why=why)
+def _refused(
+    tier: Tier, step: int, why: str, *, rank: int | None = None, damaged: bool = False
+) -> Refusal:
+    where = tier.series.store.where
+    return Refusal(tier=tier.name, where=where, step=step, rank=rank, why=why, damaged=damaged)
 
 
 def _places(tiers: Sequence[Tier]) -> str:

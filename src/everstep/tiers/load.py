@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 import msgspec
 
 from everstep import snapshot
-from everstep.errors import StateLost
+from everstep.errors import EverstepError, StateLost
 from everstep.tiers import find
 from everstep.tiers.blockcache import BlockCache
 from everstep.tiers.catalog import Checkpoint, PartManifest, check_block
@@ -39,12 +39,16 @@ CACHE_BYTES = 64 << 20
 
 
 class PartLost(StateLost):
-    """No good copy of a part is left; the message says what each had. `step`, `rank`: of the
-    part."""
+    """No good copy of a part is left; the message says what each had. `step`, `rank`: of the part.
+    `damaged`: every copy is gone or wrong; else one may be had later. Can be pickled, as torch
+    sends what ranks raise to one of them."""
 
-    def __init__(self, step: int, rank: int, why: str) -> None:
-        super().__init__(why)
-        self.step, self.rank = step, rank
+    def __init__(self, step: int, rank: int, why: str, damaged: bool) -> None:
+        super().__init__(step, rank, why, damaged)
+        self.step, self.rank, self.why, self.damaged = step, rank, why, damaged
+
+    def __str__(self) -> str:
+        return self.why
 
 
 class Wanted(NamedTuple):
@@ -249,7 +253,7 @@ class Opened:
             try:
                 self._take(source, rank, first, area)
             except (StoreError, snapshot.SnapshotError) as error:
-                self._refuse(rank, source, str(error))
+                self._refuse(rank, source, error)
                 continue
             with self._lock:
                 given = (rank, source.tier.name, source.store.where)
@@ -287,14 +291,14 @@ class Opened:
                 return
             yield source
 
-    def _refuse(self, rank: int, source: Source, why: str) -> None:
+    def _refuse(self, rank: int, source: Source, error: EverstepError) -> None:
         """Take no more of that part from there; where that was one of several copies that the
         store keeps, from the others."""
         with self._lock:
             sources = self._sources[rank]
             if source not in sources:
                 return  # another thread saw it first
-            self._note(rank, source, why)
+            self._note(rank, source, error)
             at = sources.index(source)
             sources[at : at + 1] = self._copies(rank, source)
 
@@ -333,27 +337,29 @@ class Opened:
             try:
                 return source.tier.series.part_manifest(told, rank, deadline_s=self._deadline_s)
             except StoreError as error:
-                self._note(rank, source, f"its manifest: {error}")
+                self._note(rank, source, error, "its manifest: ")
         raise self._lost(rank)
 
-    def _note(self, rank: int, source: Source, why: str) -> None:
+    def _note(self, rank: int, source: Source, error: EverstepError, what: str = "") -> None:
         refusal = Refusal(
             tier=source.tier.name,
             where=source.store.where,
             step=self.told.step,
             rank=rank,
-            why=why,
+            why=f"{what}{error}",
+            damaged=isinstance(error, find.DAMAGED),
         )
         with self._lock:
             self._refused.append(refusal)
 
     def _lost(self, rank: int) -> PartLost:
-        said = "; ".join(str(one) for one in self.receipt.refused if one.rank in (rank, None))
+        refused = [one for one in self.receipt.refused if one.rank in (rank, None)]
+        said = "; ".join(map(str, refused)) or "no tier has it here"
         return PartLost(
             self.told.step,
             rank,
-            f"no good copy of rank {rank}'s part of step {self.told.step} is left: "
-            f"{said or 'no tier has it here'}",
+            f"no good copy of rank {rank}'s part of step {self.told.step} is left: {said}",
+            bool(refused) and all(one.damaged for one in refused),
         )
 
 

@@ -10,13 +10,14 @@ import msgspec
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """What was not taken. `tier`, `where`: of the copy; `step`: of the checkpoint, None where the
     whole tier did not answer; `rank`: of the part, None for the whole checkpoint; `why`: for a
-    person."""
+    person; `damaged`: it is gone or wrong, and not only out of reach."""
 
     tier: str
     where: str
     step: int | None = None
     rank: int | None = None
     why: str
+    damaged: bool = False
 
     def __str__(self) -> str:
         what = [] if self.step is None else [f"step {self.step}"]
