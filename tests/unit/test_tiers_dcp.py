@@ -29,6 +29,7 @@ from everstep.tiers.files import FileStore
 from everstep.tiers.find import NoneThere
 from everstep.tiers.lanes import SaveWarning
 from everstep.tiers.load import open_newest
+from everstep.tiers.newest import SetAside
 from everstep.tiers.series import SaveFailed, Series
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.store import StoreError
@@ -327,11 +328,33 @@ def test_a_corrupt_part_sends_the_load_a_step_back(settings: TierSettings, tmp_p
     data[-1] ^= 1
     part.write_bytes(data)
     target = {"w": torch.zeros(100)}
-    receipt = load_newest(target, settings)
-    assert (receipt.step, receipt.behind) == (10, 10)
-    assert torch.equal(target["w"], torch.full((100,), 10.0))
     with pytest.raises(BaseException, match="PartLost"):
         load_newest(target, settings, step=20)
+    with pytest.warns(SetAside, match="step 20 in durable was set aside"):
+        receipt = load_newest(target, settings)
+    assert (receipt.step, receipt.behind) == (10, 10)
+    assert torch.equal(target["w"], torch.full((100,), 10.0))
+    saved({"w": torch.full((100,), 21.0)}, settings, 20)  # the training comes there again
+    assert load_newest(target, settings).step == 20
+    assert torch.equal(target["w"], torch.full((100,), 21.0))
+
+
+def test_a_part_that_cannot_be_asked_for_is_not_set_aside(
+    settings: TierSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        saved({"w": torch.full((100,), float(step))}, settings, step)
+    get = FileStore.get_into
+
+    def refuse(store: FileStore, key: str, *args: Any, **how: Any) -> None:
+        if "0020/" in key and key.endswith(".safetensors"):
+            raise StoreError("the disk is away")
+        get(store, key, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "get_into", refuse)
+        assert load_newest({"w": torch.zeros(100)}, settings).step == 10
+    assert load_newest({"w": torch.zeros(100)}, settings).step == 20
 
 
 def test_no_checkpoint_is_told_from_one_that_is_lost(

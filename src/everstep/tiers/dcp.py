@@ -46,9 +46,10 @@ from everstep.errors import UserError
 from everstep.tiers import catalog, names, policy, tensors, values
 from everstep.tiers.lanes import Contents, Save, SaveWarning
 from everstep.tiers.names import Attempt
+from everstep.tiers.newest import load_newest
 from everstep.tiers.origin import origin
 from everstep.tiers.policy import Failure, Order, Wish
-from everstep.tiers.resharding import TieredReader, load_newest
+from everstep.tiers.resharding import TieredReader
 from everstep.tiers.saver import Saver
 from everstep.tiers.series import SaveFailed
 from everstep.tiers.settings import TierSettings

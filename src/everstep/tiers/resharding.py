@@ -8,7 +8,7 @@ through memory of our own, a bounded part of all at a time.
 
 Which checkpoint is loaded, one rank decides: each finds the newest by itself, the coordinator's
 word goes out with the plans, and who has found another one (a save has just been committed) plans
-anew. `load_newest` does that first, and takes an older step when a part proves lost to any rank.
+anew. `newest.py` does that first, and takes an older step when a part proves lost to any rank.
 
 Values come back as data. The default planner would unpickle what it is handed, so they are put
 into the state here; a planner that wants to see them gets them as it expects.
@@ -19,14 +19,11 @@ from __future__ import annotations
 import io
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -36,16 +33,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from everstep.errors import EverstepError, PeerError, StateLost
+from everstep.errors import PeerError
 from everstep.snapshot import BLOCK_BYTES
-from everstep.tiers import find, tensors, values
+from everstep.tiers import tensors, values
 from everstep.tiers.catalog import Checkpoint, Piece
 from everstep.tiers.find import Told
-from everstep.tiers.load import Opened, PartLost, Wanted, open_newest, open_told
+from everstep.tiers.load import Opened, Wanted, open_newest, open_told
 from everstep.tiers.receipt import Receipt
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.stack import Stack
@@ -335,80 +331,3 @@ def metadata_of(checkpoint: Checkpoint) -> Metadata:
         )
     paths = {key: checkpoint.paths.get(key, (key,)) for key in found}
     return Metadata(state_dict_metadata=found, planner_data=paths)
-
-
-def load_newest(
-    state: dict[str, Any] | Callable[[Checkpoint], dict[str, Any]],
-    settings: TierSettings,
-    *,
-    step: int | None = None,
-    planner: LoadPlanner | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
-) -> Receipt:
-    """Load the newest whole checkpoint, or that of `step`, into `state`, as `dcp.load` does. When
-    a part of it proves lost to any rank, all take the next older one. `state` may be made of the
-    checkpoint's record.
-
-    Blocks; all ranks of the group call it. Raises `find.NoneThere` where there is none to load,
-    StateLost where none can be had."""
-    alone = no_dist or not dist.is_initialized()
-    without: set[int] = set()
-    lost: list[str] = []
-    while True:
-        told = _decide(settings, step, without, lost, process_group, alone)
-        reader = TieredReader(settings, told=told)
-        try:
-            target = state(reader.look()) if callable(state) else state
-            with warnings.catch_warnings():
-                if alone:
-                    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp_load(
-                    target,
-                    storage_reader=reader,
-                    planner=planner,
-                    process_group=process_group,
-                    no_dist=alone,
-                )
-        except CheckpointException as error:
-            why = [each for each, _ in error.failures.values() if isinstance(each, PartLost)]
-            if not why or step is not None:
-                raise
-            without.add(told.step)
-            lost.append(str(why[0]))
-            continue
-        finally:
-            reader.close()
-        assert reader.receipt is not None
-        return reader.receipt
-
-
-def _decide(
-    settings: TierSettings,
-    step: int | None,
-    without: set[int],
-    lost: list[str],
-    group: dist.ProcessGroup | None,
-    alone: bool,
-) -> Told:
-    """What the group's first rank decides for. Raises on all ranks what it raises there."""
-    told: list[Any] = [None]
-    if alone or dist.get_rank(group) == 0:
-        stack = Stack(settings)
-        try:
-            found = find.decide(
-                stack.tiers(), step=step, without=without, deadline_s=settings.deadline_s
-            )
-            told = [found.told]
-        except EverstepError as error:
-            told = [error]
-        finally:
-            stack.close()
-    if not alone:
-        dist.broadcast_object_list(told, group=group, group_src=0)
-    if isinstance(told[0], Exception):
-        if lost and isinstance(told[0], StateLost):
-            raise StateLost("; ".join([str(told[0]), *lost])) from told[0]
-        raise told[0]
-    assert isinstance(told[0], Told)
-    return told[0]

@@ -33,8 +33,8 @@ from everstep.errors import EverstepError, UserError
 from everstep.tiers import tensors, values
 from everstep.tiers.catalog import Checkpoint, Whole
 from everstep.tiers.find import NoneThere
+from everstep.tiers.newest import load_newest
 from everstep.tiers.receipt import Receipt
-from everstep.tiers.resharding import load_newest
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.stack import Stack
 from everstep.wire import messages

@@ -1,0 +1,113 @@
+"""The newest checkpoint that can be had, into the state of all ranks.
+
+Theory of operation. One rank decides which it is, and tells the others; then each loads its part of
+it through DCP. When a part proves lost to any rank, all hear of it, and take the next older one;
+the deciding rank sets the corrupt one aside (`aside.py`).
+
+It does not know how bytes are read (`resharding.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from everstep.errors import EverstepError, StateLost
+from everstep.tiers import find
+from everstep.tiers.aside import set_aside
+from everstep.tiers.catalog import Checkpoint
+from everstep.tiers.find import Told
+from everstep.tiers.load import PartLost
+from everstep.tiers.receipt import Receipt
+from everstep.tiers.resharding import TieredReader
+from everstep.tiers.settings import TierSettings
+from everstep.tiers.stack import Stack
+
+
+class SetAside(UserWarning):
+    """What became of a checkpoint that proved corrupt."""
+
+
+def load_newest(
+    state: dict[str, Any] | Callable[[Checkpoint], dict[str, Any]],
+    settings: TierSettings,
+    *,
+    step: int | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> Receipt:
+    """Load the newest whole checkpoint, or that of `step`, into `state`, as `dcp.load` does. When
+    a part of it proves lost to any rank, all take the next older one. `state` may be made of the
+    checkpoint's record.
+
+    Blocks; all ranks of the group call it. Raises `find.NoneThere` where there is none to load,
+    StateLost where none can be had."""
+    alone = no_dist or not dist.is_initialized()
+    lost: list[PartLost] = []
+    while True:
+        told = _decide(settings, step, lost, process_group, alone)
+        reader = TieredReader(settings, told=told)
+        try:
+            target = state(reader.look()) if callable(state) else state
+            with warnings.catch_warnings():
+                if alone:
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp_load(
+                    target,
+                    storage_reader=reader,
+                    planner=planner,
+                    process_group=process_group,
+                    no_dist=alone,
+                )
+        except CheckpointException as error:
+            parts = [each for each, _ in error.failures.values() if isinstance(each, PartLost)]
+            if not parts or step is not None:
+                raise
+            lost.append(parts[0])
+            continue
+        finally:
+            reader.close()
+        assert reader.receipt is not None
+        return reader.receipt
+
+
+def _decide(
+    settings: TierSettings,
+    step: int | None,
+    lost: list[PartLost],
+    group: dist.ProcessGroup | None,
+    alone: bool,
+) -> Told:
+    """What the group's first rank decides for, when checkpoints with a lost part were seen. Raises
+    on all ranks what it raises there."""
+    told: list[Any] = [None]
+    if alone or dist.get_rank(group) == 0:
+        stack = Stack(settings)
+        try:
+            tiers, deadline_s = stack.tiers(), settings.deadline_s
+            for text in set_aside(tiers, lost[-1], deadline_s=deadline_s) if lost else ():
+                warnings.warn(text, SetAside, stacklevel=3)
+            without = {each.step for each in lost}
+            found = find.decide(tiers, step=step, without=without, deadline_s=deadline_s).told
+            newest = max({found.newest, *without})  # also where it is set aside by now
+            told = [msgspec.structs.replace(found, newest=newest)]
+        except EverstepError as error:
+            told = [error]
+        finally:
+            stack.close()
+    if not alone:
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    if isinstance(told[0], Exception):
+        if lost and isinstance(told[0], StateLost):
+            raise StateLost("; ".join(map(str, [told[0], *lost]))) from told[0]
+        raise told[0]
+    assert isinstance(told[0], Told)
+    return told[0]
