@@ -112,6 +112,20 @@ def test_show_prints_where_it_comes_from_and_what_is_in_it(here: Path) -> None:
     assert answer("show", "far#run/1")["checkpoint"]["step"] == 1
 
 
+def test_names_in_a_checkpoint_cant_steer_the_terminal(here: Path) -> None:
+    store = DictStore()
+    name = "w\x1b[2J\x9b31m\r\n"
+    draft(1, {name: Made(shape=(2,), data=bytes(8))}, {name + "v": values.encode("x", "")}).put(
+        store
+    )
+    for key, data in store.objects.items():
+        (here / "far" / key).parent.mkdir(parents=True, exist_ok=True)
+        (here / "far" / key).write_bytes(data)
+    shown = everstep("show", "far").stdout
+    assert "w[2J31m" in shown
+    assert not set(shown) & {"\x1b", "\x9b", "\r"}
+
+
 def test_verify_finds_a_flipped_bit(here: Path) -> None:
     made = saved(here / "far", 1)
     assert everstep("verify", "far").exit_code == 0

@@ -227,6 +227,16 @@ def test_torchs_own_format_there_and_back(tmp_path: Path) -> None:
     assert loaded["optimizer"]["state"][0]["step"] == 4  # type: ignore[index]
 
 
+def test_every_type_goes_to_torchs_own_format(tmp_path: Path) -> None:
+    odd = {"c": torch.arange(4).to(torch.complex128), "z": torch.zeros(2, 0, 3)}
+    source = reading(DictStore(), TENSORS | odd)
+    export_to(source, tmp_path / "out")
+    loaded = {key: torch.zeros_like(tensor) for key, tensor in (TENSORS | odd).items()}
+    load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    for key, tensor in (TENSORS | odd).items():
+        assert bits(loaded[key]) == bits(tensor), key
+
+
 def test_a_value_that_is_no_data_is_named(tmp_path: Path) -> None:
     save({"odd": {"thing": Path("/")}}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     task = Task(

@@ -25,6 +25,7 @@ from everstep.tiers.signing import Standing
 _GAP = 2  # columns between others
 _SHOWN = 200  # characters of a value
 _LINES = 40  # of a table, unless all is asked for
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160)])
 _SIGNATURES = {"valid": "valid", "unchecked": "not checked: no key", "absent": "none", None: "-"}
 
 
@@ -138,7 +139,8 @@ def _draw(screen: Screen, names: Sequence[str], rows: Sequence[Sequence[str]]) -
     for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        # Names are a stranger's: none may move the cursor.
+        table.add_row(*(Text(cell.translate(_CONTROLS)) for cell in row))
     screen.draw(Padding(table, (0, 0, 0, 2), expand=False))
 
 
