@@ -68,11 +68,8 @@ async def _serve(settings: MemoryAgentSettings, say: Callable[[str], None]) -> i
         bytes_per_s=settings.bytes_per_s,
         say=say,
     )
-    async with on_host(desk_settings, keep=settings.keep) as desk:
-        site = await desk.circle.listen()
-        for peer in settings.peers:
-            await desk.circle.seek(peer)
-        vault = desk.vault
+    async with on_host(desk_settings, peers=settings.peers, keep=settings.keep) as desk:
+        site, vault = desk.circle.site, desk.vault
         say(f"ranks of this host find it at {desk_settings.directory / SOCKET}")
         if site is None:
             say("it has no secret, and keeps nothing for other hosts")

@@ -151,11 +151,14 @@ class Circle:
             for site in sites:
                 self._met(site)
 
-    async def seek(self, address: tuple[str, int]) -> None:
-        """There is another desk at `address`. Raises UserError without a secret."""
+    async def seek(self, addresses: Sequence[tuple[str, int]]) -> None:
+        """There are other desks at `addresses`. Waits for them, for a few seconds. Raises UserError
+        without a secret."""
+        if not addresses:
+            return
         if await self.listen() is None or self._peers is None:
             raise UserError("other hosts are spoken to with a secret only: give --secret-file")
-        self._peers.reach(address)
+        await asyncio.gather(*map(self._peers.meet, addresses))
 
     def others(self, without: Sequence[str] | dict[str, str] = ()) -> list[str]:
         """The other hosts that may be asked, but for some."""

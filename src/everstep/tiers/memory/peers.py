@@ -127,6 +127,16 @@ class Peers:
             whom="the agent",
         )
 
+    async def meet(self, address: tuple[str, int]) -> None:
+        """Have a link to a desk whose name is not known made, and wait until it has said who it is,
+        or can't be reached for now."""
+        self.reach(address)
+        try:
+            async with asyncio.timeout(_REACH_S):
+                await self._ways[address].settled.wait()
+        except TimeoutError:
+            pass  # it is met when it comes
+
     def is_lost(self, address: tuple[str, int]) -> str:
         """Why a desk can't be asked now; "" where it can, or has not been tried."""
         way = self._ways.get(address)

@@ -12,7 +12,7 @@ import os
 from everstep.tiers.memory.wire import Wire
 from everstep.tiers.store import StoreError
 
-_FAULT_BYTES = 16 << 20
+_FAULT_BYTES = 4 << 20  # a call holds the interpreter
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from everstep.tiers.memory.circle import DeskSettings
@@ -38,12 +38,17 @@ async def in_job(
 
 
 @asynccontextmanager
-async def on_host(settings: DeskSettings, *, keep: bool) -> AsyncIterator[Desk]:
-    """Serve the host's processes of this user. `keep`: what is complete stays at the end, for a
-    desk of the same name. Raises UserError."""
+async def on_host(
+    settings: DeskSettings, *, peers: Sequence[tuple[str, int]] = (), keep: bool
+) -> AsyncIterator[Desk]:
+    """Serve the host's processes of this user. `peers`: where desks of other hosts listen; ranks
+    are served when these have answered, or can't be reached, so that their copies go there. `keep`:
+    what is complete stays at the end, for a desk of the same name. Raises UserError."""
     desk = Desk(settings)
     try:
         await desk.open()
+        await desk.circle.listen()
+        await desk.circle.seek(peers)
         door = Door(desk, str(settings.directory / SOCKET), desk.open)
         try:
             yield desk
