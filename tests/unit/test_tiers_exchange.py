@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from everstep.errors import UserError
 from everstep.tiers import huggingface, values
 from everstep.tiers.catalog import Origin
 from everstep.tiers.files import FileStore
-from everstep.tiers.find import Tier
+from everstep.tiers.find import Tier, decide
 from everstep.tiers.foreign import export_to, import_from
 from everstep.tiers.foreign_task import Task
 from everstep.tiers.incoming import Incoming, bring_in
-from everstep.tiers.load import open_newest
+from everstep.tiers.load import Opened, open_newest
 from everstep.tiers.series import Series
 from everstep.tiers.slabs import Reading
 
@@ -77,6 +78,28 @@ def test_an_export_is_what_safetensors_reads(tmp_path: Path) -> None:
         like = TENSORS[f"model.{key}"]
         assert (tensor.dtype, tensor.shape, bits(tensor)) == (like.dtype, like.shape, bits(like))
     assert told == ["1 values that are no tensors are left out: safetensors holds none"]
+
+
+def test_an_export_takes_no_memory_for_the_whole(tmp_path: Path) -> None:
+    nbytes = 64 << 20
+    series = Series(FileStore(tmp_path / "to"), "run")
+    one = Incoming(
+        key="w",
+        dtype="torch.uint8",
+        item_bytes=1,
+        shape=(nbytes,),
+        fill=lambda area: area.release(),
+    )
+    bring_in(series, 1, [one], {}, origin=Origin())
+    found = decide([Tier(name="durable", series=series)])
+    with Opened(found, cache_bytes=4 << 20) as opened:
+        tracemalloc.start()
+        try:
+            huggingface.write(Reading(opened), tmp_path / "out")
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < nbytes / 2
 
 
 def test_an_export_in_shards_has_an_index(tmp_path: Path) -> None:

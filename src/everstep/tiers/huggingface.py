@@ -15,7 +15,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -161,13 +161,13 @@ def _write_file(path: Path, reading: Reading, keys: list[str], named: dict[str, 
     _put(path, [_LENGTH.pack(len(text)), text], slabs)
 
 
-def _put(path: Path, head: Sequence[bytes], rest: Iterator[bytearray] | None = None) -> None:
+def _put(path: Path, head: Sequence[bytes], rest: Iterable[bytearray] = ()) -> None:
     """A file that has its name when it is whole."""
     beside = path.with_name(f".{path.name}.part")
     try:
         with open(beside, "xb") as file:
-            for piece in (*head, *(rest or ())):
-                file.write(piece)
+            file.writelines(head)
+            file.writelines(rest)
             file.flush()
             os.fsync(file.fileno())
         os.link(beside, path)  # refuses a name that somebody took meanwhile
