@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit import checkpoints
@@ -84,30 +83,4 @@ def test_an_unsigned_checkpoint_is_read_or_refused(change: tuple[int, int, int, 
     try:
         load([Tier.memory(Series(store, "run"))], everything)
     except (StoreError, StateLost):
-        return
-
-
-@given(
-    tree=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.binary(max_size=5),
-        lambda inner: (
-            st.lists(inner, max_size=4)
-            | st.tuples(
-                st.sampled_from(
-                    ["list", "set", "dict", "torch", "numpy", "int", "complex", "ordered"]
-                ),
-                inner,
-                inner,
-            ).map(list)
-        ),
-    )
-)
-def test_a_value_is_read_or_refused(tree: Any) -> None:
-    try:
-        data = msgspec.msgpack.encode(tree)
-    except (OverflowError, UnicodeEncodeError):
-        return
-    try:
-        values.decode(data)
-    except StoreError:
         return
