@@ -113,7 +113,7 @@ class Copies(RuleBasedStateMachine):
         self.reading.clear()
         self.shelf.close(keep=True)
         self.shelf = self.fresh()
-        self.shelf.adopt()
+        self.shelf.release(self.shelf.adopt())
         self.area = None
 
     @invariant()

@@ -400,6 +400,7 @@ def test_what_an_agent_left_behind_is_kept_if_the_job_knows_it(tmp_path: Path) -
         await left_by(before, 1, 2)
         found = after.copies.adopt()
         assert found == tuple(HeldCopy(rank=1, step=s, stamp=stamp(s)) for s in (1, 2))
+        assert held(after) == (), "nor does it report them to another coordinator"
         after.copies.obey(nodes.Judged(keep=found[1:]))
         assert held(after) == ((1, 2),)
         after.copies.obey(keepers(3, steps=(2,)))

@@ -71,6 +71,10 @@ class NodeOnPaper:
 
     def __init__(self, paper: Paper) -> None:
         self._paper = paper
+        self.orders: list[nodes.CopyOrder] = []
+
+    def copy_order(self, order: nodes.CopyOrder) -> None:
+        self.orders.append(order)
 
     def send(self, rank: int, incarnation: int, message: m.ToWorker) -> None:
         self._paper.told.append((rank, incarnation, message))
@@ -271,6 +275,8 @@ async def test_a_failure_is_told_again_on_the_clock_of_who_adopts_it(
     assert isinstance(said, nodes.Said)
     assert isinstance(said.message, m.Fault)
     assert said.message.cause.at_s == pytest.approx(5.0 + 1e6, abs=1000)
+    node = cast(NodeOnPaper, tenure._node)
+    assert node.orders == [nodes.Judged(keep=())], "nobody will judge what it has found"
 
 
 class Away:

@@ -302,6 +302,20 @@ def test_copies_of_another_making_displace_what_was_lost() -> None:
     assert table.regain(5, "h1", [copy(0, 4)]) == ()
 
 
+@pytest.mark.parametrize("newer_first", [True, False])
+def test_copies_of_two_makings_are_never_taken_for_one(newer_first: bool) -> None:
+    """To another coordinator also nodes report that were left behind, with what was made again."""
+    table = CopyTable()
+    told = [(1, copy(0, 4, made_in=3).stamp), (2, copy(0, 4, made_in=5).stamp)]
+    for node, stamp in reversed(told) if newer_first else told:
+        table.kept(0, 4, node, stamp)
+    assert table.nodes(0, 4) == [2]
+    table.lose(1, "h1")
+    table.lose(2, "h2")
+    assert table.regain(6, "h1", [copy(0, 4, made_in=3)]) == ()
+    assert len(table.regain(7, "h2", [copy(0, 4, made_in=5)])) == 1
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_what_a_node_has_reported_is_known_to_the_next_coordinator(known: bool) -> None:
     """Node 0 comes back to it and is lost again; nobody else has copies of ranks 0 and 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everstep import snapshot
-from everstep.agent.shelf import Area, Shelf, create_locked, refusal, sweep
+from everstep.agent.shelf import Area, Shelf, create_locked, is_left, refusal, sweep
 from everstep.errors import UserError
 from everstep.shm.budget import Budget, measure, size
 from everstep.snapshot import About, Layout, Manifest, SnapshotError, Tensor
@@ -229,8 +230,11 @@ def test_an_agent_that_comes_back_adopts_what_is_complete(tmp_path: Path) -> Non
     before.close(keep=True)
     half.path.write_bytes(b"half")
     after = Shelf(tmp_path, "run", 7, Budget(limit_bytes=LAYOUT.nbytes))
-    assert held(after) == []
-    assert after.adopt() == after.held()
+    found = after.adopt()
+    assert held(after) == [], "they are not judged yet"
+    assert after.nbytes == 3 * LAYOUT.nbytes
+    after.release(found)
+    assert after.held() == found
     assert held(after) == [(4, 1), (4, 2), (5, 1)]
     assert steps(after, 4) == [2, 1]
     assert not half.path.exists()
@@ -264,6 +268,36 @@ def test_what_the_job_has_no_use_for_is_given_up(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_not_judged_is_no_copy(tmp_path: Path) -> None:
+    """Of the same rank and step another one may be made meanwhile."""
+    before = Shelf(tmp_path, "run", 0, PLENTY)
+    put(before, 4)
+    before.close(keep=True)
+    after = Shelf(tmp_path, "run", 1, PLENTY)
+    (found,) = after.adopt()
+    assert after.newest(0) is None
+    made = put(after, 4)
+    assert after.complete(0) == [made]
+    after.retain([])
+    assert after.held() == ()
+    after.release([found])
+    assert after.held() == (found,), "nobody else could give it up"
+    after.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_user_has_put_there_was_not_left_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_left(tmp_path, "run")
+    Shelf(tmp_path, "run", 0, PLENTY).close(keep=True)
+    assert is_left(tmp_path, "run")
+    (tmp_path / "everstep-copies-linked").symlink_to(tmp_path / "everstep-copies-run")
+    assert not is_left(tmp_path, "linked")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not is_left(tmp_path, "run")
+
+
 def test_an_agent_does_not_adopt_what_another_holds(tmp_path: Path) -> None:
     one, other = Shelf(tmp_path, "run", 0, PLENTY), Shelf(tmp_path, "run", 1, PLENTY)
     put(one, 1)
@@ -279,7 +313,10 @@ def test_an_agent_does_not_adopt_what_another_holds(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["short", "torn", "text", "other"])
+@pytest.mark.parametrize(
+    "damage",
+    ["short", "torn", "text", "other", "fifo", "link", "folder", "manifest fifo", "manifest link"],
+)
 def test_what_is_damaged_is_not_adopted(tmp_path: Path, damage: str) -> None:
     before = Shelf(tmp_path, "run", 0, PLENTY)
     area = put(before, 1)
@@ -295,11 +332,21 @@ def test_what_is_damaged_is_not_adopted(tmp_path: Path, damage: str) -> None:
             manifest = snapshot.decode(area.manifest_path.read_bytes())
             text = snapshot.encode(manifest).replace(b'"rank":0', b'"rank":1')
             area.manifest_path.write_bytes(text)
+        case _:
+            path = area.manifest_path if damage.startswith("manifest") else area.path
+            moved = path.rename(tmp_path / "moved")
+            match damage.split()[-1]:
+                case "fifo":
+                    os.mkfifo(path)
+                case "link":
+                    path.symlink_to(moved)
+                case "folder":
+                    path.mkdir()
     after = Shelf(tmp_path, "run", 1, PLENTY)
     assert after.adopt() == ()
     assert held(after) == []
     after.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("everstep-*")) == []
 
 
 def test_the_sweep_removes_what_no_living_job_holds(tmp_path: Path) -> None:
@@ -334,6 +381,29 @@ def test_a_sweep_that_comes_in_between_costs_one_more_try(
     shelf.close()
 
 
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_sweep_that_comes_late_touches_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Another one has swept the same directory, and an agent of that job may be back."""
+    Shelf(tmp_path, "run", 0, PLENTY).close(keep=True)
+    locked, back = fcntl.flock, list[Shelf]()
+
+    def sweep_and_lock(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", locked)
+        assert sweep(tmp_path) == ["everstep-copies-run"]
+        if comes:
+            back.append(Shelf(tmp_path, "run", 1, PLENTY))
+        locked(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_and_lock)
+    assert sweep(tmp_path) == []
+    for shelf in back:
+        put(shelf, 1)
+        shelf.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_copies_outlive_a_killed_agent(tmp_path: Path) -> None:
     """A process fills a shelf, begins another copy, and is killed; the next one has the first."""
@@ -358,7 +428,7 @@ sys.stdin.read()
         beside.close()
         agent.send_signal(signal.SIGKILL)
     after = Shelf(tmp_path, "run", 2, PLENTY)
-    after.adopt()
+    after.release(after.adopt())
     assert steps(after) == [6]
     after.close()
     assert list(tmp_path.iterdir()) == []

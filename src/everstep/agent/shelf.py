@@ -12,10 +12,10 @@ that is still read is not used again: its memory goes with the last reader, and 
 new incarnation never gets an area of an older one, which may still be written: its writer may only
 have been slow.
 
-A restarted agent takes over every copy of its job that no living agent holds (`adopt`), and gives
-up those of which the job makes no use (`release`). The start of another job removes (`sweep`) what
-no living job holds; between an agent's death and its return this may cost the copies, and never
-gives a wrong one.
+A restarted agent takes over every copy of its job that no living agent holds (`adopt`). They lie
+apart, and are no copies of anything, until the job has said which of them it knows (`release`). The
+start of another job removes (`sweep`) what no living job holds; between an agent's death and its
+return this may cost the copies, and never gives a wrong one.
 
 What it doesn't know: who writes, where a copy goes next, which step is needed. One thread; the one
 call that may take long, to take memory, is left to the caller (`begin`).
@@ -26,6 +26,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Collection
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from everstep.shm.files import (
     alone,
     create_locked,
     enter,
+    read,
     remove,
     sweep,
     take,
@@ -73,7 +75,7 @@ class Shelf:
 
     def adopt(self) -> tuple[HeldCopy, ...]:
         """Take over the complete copies that no living agent holds, and remove what is incomplete.
-        Before any copy is made here. Their bytes are as good as they were: whoever restores from
+        They count when they are judged. Their bytes are as good as they were: whoever restores from
         them compares the digests."""
         for path in sorted(self.directory.iterdir()):
             match = _AREA.fullmatch(path.name)
@@ -91,19 +93,20 @@ class Shelf:
                 fd=fd,
             )
             area.manifest = _manifest_of(area)
-            self._areas.setdefault(rank, []).append(area)
             if area.manifest is None:
-                self._discard(area)
+                self._remove(area)
             else:
                 self._adopted.append(area)
         self._budget = self._budget.plus(self.nbytes)
         return tuple(_held(area) for area in self._adopted)
 
     def release(self, keep: Collection[HeldCopy]) -> None:
-        """Of what was adopted, give up all but `keep`."""
+        """What was adopted has been judged: `keep` are copies like any others, the rest goes."""
         for area in self._adopted:
-            if not area.gone and _held(area) not in keep:
-                self._discard(area)
+            if _held(area) in keep:
+                self._areas.setdefault(area.rank, []).append(area)
+            else:
+                self._remove(area)
         self._adopted.clear()
 
     # ------------------------------------------------------------ writing
@@ -199,8 +202,7 @@ class Shelf:
     def nbytes(self) -> int:
         """What all areas take."""
         self._leaving = [area for area in self._leaving if area.fd >= 0]
-        areas = [area for areas in self._areas.values() for area in areas]
-        return sum(area.nbytes for area in [*areas, *self._leaving])
+        return sum(area.nbytes for area in [*self._all(), *self._leaving])
 
     # ------------------------------------------------------------ its end
 
@@ -209,12 +211,13 @@ class Shelf:
         are removed, and the directory with the last agent of the job. May be called twice."""
         if self._lock is None:
             return
-        for area in [area for areas in self._areas.values() for area in areas]:
+        for area in self._all():
             if not keep:
                 area.manifest_path.unlink(missing_ok=True)
                 area.path.unlink(missing_ok=True)
             area.give_up()
         self._areas.clear()
+        self._adopted.clear()
         lock, self._lock = self._lock, None
         try:
             if not keep and alone(lock):
@@ -226,6 +229,9 @@ class Shelf:
 
     def _of(self, rank: int) -> list[Area]:
         return self._areas.get(rank, [])
+
+    def _all(self) -> list[Area]:
+        return [*(area for areas in self._areas.values() for area in areas), *self._adopted]
 
     def _fits(self, area: Area, incarnation: int, nbytes: int) -> bool:
         ours = area.node == self.node and area.incarnation == incarnation
@@ -242,12 +248,15 @@ class Shelf:
         return area
 
     def _discard(self, area: Area) -> None:
-        """Away with it, manifest first."""
-        area.under_way = False
-        area.manifest_path.unlink(missing_ok=True)
         self._areas[area.rank].remove(area)
         if not self._areas[area.rank]:
             del self._areas[area.rank]
+        self._remove(area)
+
+    def _remove(self, area: Area) -> None:
+        """Away with it, manifest first."""
+        area.under_way = False
+        area.manifest_path.unlink(missing_ok=True)
         area.path.unlink(missing_ok=True)
         area.give_up()
         if area.fd >= 0:
@@ -255,8 +264,13 @@ class Shelf:
 
 
 def is_left(shm_dir: Path, run_id: str) -> bool:
-    """Whether an agent of the job has a shelf on this host, or has left one."""
-    return (shm_dir / (PREFIX + run_id)).is_dir()
+    """Whether an agent of the job has a shelf on this host, or has left one. What another user has
+    put there is none."""
+    try:
+        about = os.lstat(shm_dir / (PREFIX + run_id))
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
 
 
 def _held(area: Area) -> HeldCopy:
@@ -269,18 +283,19 @@ def _held(area: Area) -> HeldCopy:
 
 def _manifest_of(area: Area) -> Manifest | None:
     """The manifest beside a file that was found, if it describes it."""
+    text = read(area.manifest_path, snapshot.MAX_MANIFEST_BYTES)
+    if text is None:
+        return None  # it was not complete when its agent died
     try:
-        if area.manifest_path.stat().st_size > snapshot.MAX_MANIFEST_BYTES:
-            return None
-        manifest = snapshot.decode(area.manifest_path.read_bytes())
+        manifest = snapshot.decode(text)
         if manifest.about.rank != area.rank:
             return None
         if manifest.nbytes != area.nbytes:
             return None
         with area.bytes() as view:
             snapshot.check_header(view, snapshot.check(manifest))
-    except (FileNotFoundError, SnapshotError):
-        return None  # it was not complete when its agent died
+    except SnapshotError:
+        return None
     return manifest
 
 

@@ -272,6 +272,8 @@ class Tenure:
         self._term = welcome.term
         if welcome.adopted:
             self._end_absence()
+            if self._node is not None:  # who was told what it had found is gone: nobody judges it
+                self._node.copy_order(nodes.Judged(keep=()))
             self._say(f"there is a coordinator again (term {welcome.term})")
             for said in self._memoirs.unanswered():
                 self._send_said(said)

@@ -69,8 +69,12 @@ class CopyTable:
         """Node `node` keeps a copy of `rank` at `step`. `stamp`: by which it is known again, if
         ever."""
         known = self._steps.setdefault(step, _Step())
-        if known.stamps.get(rank) != stamp:
-            known.lost.pop(rank, None)  # they were others
+        before = known.stamps.get(rank)
+        if before is not None and stamp is not None and stamp.generation < before.generation:
+            return  # it was made again since
+        if before != stamp:  # they were others
+            known.lost.pop(rank, None)
+            known.nodes.pop(rank, None)
         known.stamps[rank] = stamp
         known.nodes.setdefault(rank, set()).add(node)
         if self._keepers.get(rank, node) == node:

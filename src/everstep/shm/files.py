@@ -116,12 +116,22 @@ def _remove_unheld(path: Path) -> bool:
     except OSError:
         return False  # gone meanwhile, another user's, or no directory: not ours to remove
     try:
-        ours = os.fstat(fd).st_uid == os.geteuid() and alone(fd)
+        about = os.fstat(fd)
+        ours = about.st_uid == os.geteuid() and alone(fd) and _is_still(path, about)
         if ours:
             remove(path)
         return ours
     finally:
         os.close(fd)
+
+
+def _is_still(path: Path, about: os.stat_result) -> bool:
+    """Whether what was opened and locked has its name still: it may have been removed in between,
+    and an agent have made another one."""
+    try:
+        return os.path.samestat(about, os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def enter(directory: Path) -> int:
@@ -139,14 +149,15 @@ def enter(directory: Path) -> int:
             if about.st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "it belongs to another user")
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            entered = os.path.samestat(about, os.lstat(directory))
-        except (BlockingIOError, FileNotFoundError):
-            os.sched_yield()  # a sweep is about to rename it, or just has
+            entered = _is_still(directory, about)
+        except BlockingIOError:
+            pass
         finally:
             if not entered:
                 os.close(fd)
         if entered:
             return fd
+        os.sched_yield()  # a sweep is about to rename it, or just has
     raise OSError(errno.EAGAIN, "another start of everstep removes it again and again")
 
 
@@ -189,14 +200,28 @@ def take(path: Path) -> int | None:
     """A descriptor with the lock on a file that no living agent holds, or None."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None  # its agent has removed it meanwhile
+    except OSError:
+        return None  # its agent has removed it meanwhile, or it is no plain file, nor of ours
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        about = os.fstat(fd)
+        if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
+            return fd
     except BlockingIOError:
-        os.close(fd)
+        pass
+    os.close(fd)
+    return None
+
+
+def read(path: Path, most_bytes: int) -> bytes | None:
+    """What is in a plain file that is no longer than `most_bytes`; None for anything else. Does not
+    block."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return None
-    if not stat.S_ISREG(os.fstat(fd).st_mode) or os.fstat(fd).st_nlink == 0:
-        os.close(fd)
-        return None
-    return fd
+    with open(fd, "rb") as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_size > most_bytes:
+            return None
+        return file.read()
