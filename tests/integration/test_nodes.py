@@ -287,7 +287,12 @@ def test_a_node_that_comes_late_takes_the_place(
     with Latecomers(job, monkeypatch, tmp_path) as late:
         job.when("node_awaited", lambda: late.start("late", "--domain", "rack=r9"))
         assert_whole(job, job.run("node:index=1,step=3"))
-        assert late.ended("late") == (0, "")
+        code, said = late.ended("late")
+        looks, joined, slot, over = said.splitlines()
+        assert (code, over) == (0, "everstep: the job is over, with exit code 0")
+        assert "this node looks for its coordinator at " in looks
+        assert "this is node 2 of run " in joined
+        assert slot == "everstep: node 2 holds slot 1: ranks 2, 3"
     assert job.incidents() == [REPLACED]
     assert [r["domain"] for r in job.of("node_joined")][-1] == "rack=r9"
 
