@@ -271,6 +271,7 @@ def test_what_differs_is_said_with_numbers() -> None:
     assert (tensor.elements, tensor.of) == (1, 20)
     assert tensor.most == pytest.approx(0.5, abs=1e-6)
     assert "at [2, 3]" in tensor.what
+    assert [one.what for one in found.differences if one.kind == "value"] == ["1, then 2"]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,12 @@ from typing import Literal
 
 import msgspec
 
+from everstep.tiers import values
 from everstep.tiers.catalog import Whole
 from everstep.tiers.slabs import SLAB_BYTES, Held, Reading
+from everstep.tiers.store import Refused
 
+_SHOWN = 80  # characters of a value
 _FLOATS = {"torch.float16": "e", "torch.float32": "f", "torch.float64": "d"}
 
 
@@ -66,15 +69,15 @@ def compare(one: Reading, other: Reading) -> Compared:
             nbytes += math.prod(tensors[name].shape) * one.item_bytes(name)
             found = _tensor(name, tensors[name], one, other)
             differences += [found] if found else []
-    values, more = one.checkpoint.values, other.checkpoint.values
+    kept, more = one.checkpoint.values, other.checkpoint.values
     differences += [
-        Difference(key=key, kind="value", what="another value")
-        for key in values
-        if key in more and values[key] != more[key]
+        Difference(key=key, kind="value", what=f"{_shown(kept[key])}, then {_shown(more[key])}")
+        for key in kept
+        if key in more and kept[key] != more[key]
     ]
     return Compared(
         tensors=len(both),
-        values=len(values.keys() & more.keys()),
+        values=len(kept.keys() & more.keys()),
         unread=unread,
         nbytes=nbytes,
         differences=tuple(sorted(differences, key=lambda found: found.key)),
@@ -190,6 +193,14 @@ def _number(dtype: str) -> Callable[[bytes], float] | None:
         signed = dtype.startswith("torch.int")
         return lambda raw: float(int.from_bytes(raw, "little", signed=signed))
     return None
+
+
+def _shown(raw: bytes) -> str:
+    try:
+        text = repr(values.decode(raw))
+    except Refused as error:
+        return str(error)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _nan_last(number: float) -> float:
