@@ -31,7 +31,7 @@ from benchmarks.figures import median_interval, save, table
 
 from everstep.snapshot import BLOCK_BYTES, block_spans, digest
 from everstep.tiers.memory.client import MemoryStore, connect
-from everstep.tiers.memory.vault import directory_of
+from everstep.tiers.memory.ownership import directory_of
 from everstep.wire.secret import Secret, make_secret
 
 DEADLINE_S = 120.0

@@ -18,7 +18,7 @@ from tests.integration.joblab import SCRIPTS, run_script
 from everstep import snapshot
 from everstep.tiers import names
 from everstep.tiers.memory.client import MemoryStore, connect
-from everstep.tiers.memory.vault import PREFIX, directory_of
+from everstep.tiers.memory.ownership import PREFIX, directory_of
 from everstep.tiers.series import Series
 from everstep.tiers.store import Exists
 from everstep.wire.secret import Secret

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.tiers import names
-from everstep.tiers.memory import vault
+from everstep.tiers.memory import ownership
 from everstep.tiers.memory.keeping import Kept, deciders, is_shared, outdated
-from everstep.tiers.memory.vault import ORPHAN_S, PREFIX, Vault
+from everstep.tiers.memory.ownership import ORPHAN_S, PREFIX
+from everstep.tiers.memory.vault import Vault
 from everstep.tiers.store import Full
 
 
@@ -103,14 +104,14 @@ def test_a_sweep_clears_what_nobody_owns_in_its_time(tmp_path: Path) -> None:
         os.close(paths[name]._lock)  # type: ignore[arg-type]  # as their deaths do
     now_s = paths["old"].directory.stat().st_mtime
     os.utime(paths["old"].directory, (now_s - ORPHAN_S - 1,) * 2)
-    removed = vault.sweep(tmp_path, own=paths["own"].directory, now_s=now_s)
+    removed = ownership.sweep(tmp_path, own=paths["own"].directory, now_s=now_s)
     assert removed == [f"{PREFIX}tag-old"]
     way = {name: len(list((held.directory / "way").glob("*"))) for name, held in paths.items()}
     assert way == {"alive": 1, "dead": 0, "old": 0, "own": 1}
     assert (paths["dead"].directory / "objects" / "run" / "x").exists()
-    vault.forget(paths["alive"].directory)
-    vault.forget(paths["dead"].directory)
-    vault.forget(tmp_path / "nothing")
+    ownership.forget(paths["alive"].directory)
+    ownership.forget(paths["dead"].directory)
+    ownership.forget(tmp_path / "nothing")
     assert paths["alive"].directory.exists()
     assert not paths["dead"].directory.exists()
     for name in ("dead", "old", "own"):

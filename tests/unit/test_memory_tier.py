@@ -18,7 +18,7 @@ from everstep.snapshot import BLOCK_BYTES, SnapshotError, block_spans, digest
 from everstep.tiers import names
 from everstep.tiers.memory import door, wire
 from everstep.tiers.memory.client import MemoryStore, connect
-from everstep.tiers.memory.vault import PREFIX
+from everstep.tiers.memory.ownership import PREFIX
 from everstep.tiers.memory.wire import HEADER, address_of
 from everstep.tiers.store import Exists, Full, Missing, Stopped, StoreError
 from everstep.wire.secret import Secret

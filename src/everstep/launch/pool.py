@@ -30,7 +30,7 @@ from everstep.agent.ending import END_TIMEOUT_S, end_marked
 from everstep.agent.leftovers import sweep
 from everstep.errors import EverstepError
 from everstep.settings import RunSettings, without_secret
-from everstep.tiers.memory import vault
+from everstep.tiers.memory import ownership
 from everstep.tiers.memory.serving import desk_name
 from everstep.wire.secret import Secret
 
@@ -106,7 +106,7 @@ class LocalAgents:
         await asyncio.gather(*self._burials)
         sweep(Path(self._settings.shm_dir))
         for desk in self._desks:
-            vault.forget(desk)
+            ownership.forget(desk)
         processes.set_child_subreaper(self._was_subreaper)
 
     def _start(self, name: str, host: str, port: int) -> None:
@@ -138,7 +138,7 @@ class LocalAgents:
             who += ["--host", name]
         machine = name if settings.local_nodes else socket.gethostname()
         desk = desk_name(machine, name)
-        self._desks.append(vault.directory_of(Path(settings.shm_dir), self._secret, desk))
+        self._desks.append(ownership.directory_of(Path(settings.shm_dir), self._secret, desk))
         with log.open("ab") as output:
             popen = subprocess.Popen(
                 [sys.executable, "-m", "everstep.cli", "agent", *who],

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from everstep.errors import TransientError, UserError
 from everstep.tiers.memory import talk
+from everstep.tiers.memory.ownership import directory_of
 from everstep.tiers.memory.plane import Plane, Threads
 from everstep.tiers.memory.talk import Site
-from everstep.tiers.memory.vault import directory_of
 from everstep.wire.secret import Secret
 
 if TYPE_CHECKING:

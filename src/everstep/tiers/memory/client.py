@@ -25,10 +25,11 @@ from everstep.errors import EverstepError, UserError
 from everstep.snapshot import BLOCK_BYTES, SnapshotError, block_spans
 from everstep.tiers import names
 from everstep.tiers.memory import talk
+from everstep.tiers.memory.ownership import PREFIX
 from everstep.tiers.memory.plane import LARGE_BYTES
 from everstep.tiers.memory.pool import Pool, Reader
 from everstep.tiers.memory.reservation import Reservation
-from everstep.tiers.memory.vault import PREFIX, check_range
+from everstep.tiers.memory.vault import check_range
 from everstep.tiers.memory.wire import SOCKET, VARIABLE, Gone, Wire
 from everstep.tiers.store import Entry, Missing, Stopped, StoreError
 from everstep.wire.bulk import STREAMS, Caller, Corrupt, Sink, fetch

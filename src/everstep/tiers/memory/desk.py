@@ -21,7 +21,7 @@ from functools import partial
 from everstep import snapshot
 from everstep.errors import EverstepError
 from everstep.tiers import names
-from everstep.tiers.memory import keeping, talk, vault
+from everstep.tiers.memory import keeping, ownership, talk, vault
 from everstep.tiers.memory.circle import Circle, DeskSettings
 from everstep.tiers.memory.copying import Copying
 from everstep.tiers.memory.finding import Finding, Question, own_names
@@ -63,7 +63,9 @@ class Desk:
         self._copying = Copying(self._vault, self.circle, self._threads, settings.say)
         self.finding = Finding(self._vault, self.circle, self._own)
         self._keep_alive()
-        clear = partial(vault.sweep, settings.shm_dir, own=settings.directory, now_s=time.time())
+        clear = partial(
+            ownership.sweep, settings.shm_dir, own=settings.directory, now_s=time.time()
+        )
         for name in await self._threads.run(clear):
             settings.say(f"{name} had no owner for an hour: it was removed")
 

@@ -8,11 +8,8 @@ process holds the directory, whether there is one already is asked of what it kn
 The file of an object that is deleted while nobody reads it is kept for the next of its size: its
 memory need not be cleared and mapped anew.
 
-A desk that comes back with the same name adopts all objects and removes what was being written. A
-sweep, at the start of any desk, removes what was being written where nobody holds the directory,
-and the directory once it has been without an owner for `ORPHAN_S`: long enough for a machine's
-agent to be started again, by hand if need be, and soon enough that a series which nobody goes on
-with does not hold a host's memory for days.
+A desk that comes back with the same name adopts all objects and removes what was being written.
+What becomes of a directory to which nobody comes back: `ownership.py`.
 
 It does not know what the bytes are, nor other hosts. One thread; `Area.furnish` and `digest_file`
 may take long and run on any.
@@ -21,10 +18,10 @@ may take long and run on any.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,15 +33,11 @@ from everstep.errors import UserError
 from everstep.shm import budget
 from everstep.shm.files import remove
 from everstep.tiers import names
+from everstep.tiers.memory.ownership import WAY, clear_way, hold
 from everstep.tiers.store import Exists, Full, Missing, StoreError
-from everstep.wire.secret import Secret
 
-PREFIX = "everstep-tier-"
-ORPHAN_S = 3600.0
 _OBJECTS = "objects"
-_WAY = "way"
 _PAGE = mmap.PAGESIZE
-_HELD_S = 1.0  # a sweep that is just looking lets go before
 _CHECKED_BYTES = 1 << 20  # smaller ones need no look at the host's memory
 
 
@@ -116,14 +109,14 @@ class Vault:
     def __init__(self, directory: Path, *, share: float = 0.5) -> None:
         self.directory = directory
         self._share = share
-        self._lock: int | None = _lock(directory)
+        self._lock: int | None = hold(directory)
         self._objects: dict[str, Held] = {}
         self._areas: set[Area] = set()
         self._spare: list[Area] = []
         self._leaving: set[Held] = set()
         self._made = 0
         self._order = 0
-        for name in (_OBJECTS, _WAY):
+        for name in (_OBJECTS, WAY):
             (directory / name).mkdir(mode=0o700, exist_ok=True)
         clear_way(directory)
         self._adopt()
@@ -146,7 +139,7 @@ class Vault:
             self.trim()
             self._check(nbytes)
         self._made += 1
-        path = self.directory / _WAY / str(self._made)
+        path = self.directory / WAY / str(self._made)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         area = Area(path=path, nbytes=nbytes, fd=fd, taken=False)
         self._areas.add(area)
@@ -324,7 +317,7 @@ class Vault:
         if len(self._spare) >= 8:
             self.abandon(self._spare.pop(0))
         self._made += 1
-        path = self.directory / _WAY / str(self._made)
+        path = self.directory / WAY / str(self._made)
         held.path.rename(path)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._spare.append(Area(path=path, nbytes=held.nbytes, fd=fd, taken=True))
@@ -336,122 +329,19 @@ class Vault:
             for name in files:
                 path = Path(folder, name)
                 key = str(path.relative_to(root))
-                try:
-                    names.check_key(key)
-                except ValueError:
-                    path.unlink()
-                    continue
                 about = path.lstat()
+                if not names.is_key(key) or not stat.S_ISREG(about.st_mode):
+                    path.unlink()  # nothing that a desk has put there
+                    continue
                 found.append((about.st_ctime, key, path, about))
         for _, key, path, about in sorted(found, key=lambda each: each[:2]):
             self._enter(key, path, about.st_size, about.st_mtime, "")
-
-
-def directory_of(shm_dir: Path, secret: Secret | None, name: str) -> Path:
-    """Where the desk `name` keeps its objects: found again by who has the same secret."""
-    tag = "local" if secret is None else secret.memory_tag()
-    return shm_dir / f"{PREFIX}{tag}-{name}"
 
 
 def check_range(key: str, nbytes: int, start: int, end: int) -> None:
     """Raises StoreError where an object has no such bytes."""
     if not 0 <= start <= end <= nbytes:
         raise StoreError(f"{key} has {nbytes} bytes, and bytes {start} to {end} were asked for")
-
-
-def clear_way(directory: Path) -> None:
-    """Remove what was being written by a desk that is gone."""
-    with suppress(FileNotFoundError):
-        for path in (directory / _WAY).iterdir():
-            path.unlink(missing_ok=True)
-
-
-def sweep(shm_dir: Path, *, own: Path, now_s: float) -> list[str]:
-    """Remove what was being written by desks of this user that are gone, and the objects of those
-    that have been for longer than `ORPHAN_S`; returns the names of these. `now_s`: of the wall
-    clock."""
-    removed = []
-    for path in sorted(shm_dir.glob(PREFIX + "*")):
-        if path == own:
-            continue
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # gone meanwhile, another user's, or no directory: not ours to remove
-        try:
-            about = os.fstat(fd)
-            if about.st_uid != os.geteuid() or not _try_lock(fd):
-                continue
-            if now_s - about.st_mtime > ORPHAN_S:
-                remove(path)
-                removed.append(path.name)
-            else:
-                clear_way(path)
-        except FileNotFoundError:
-            pass  # another start sweeps as well
-        finally:
-            os.close(fd)
-    return removed
-
-
-def forget(directory: Path) -> None:
-    """Remove what a desk has left in `directory`, if it is gone: nobody will come back for it."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        if _try_lock(fd):
-            remove(directory)
-    finally:
-        os.close(fd)
-
-
-def _lock(directory: Path) -> int:
-    """Make the directory if need be, and hold it alone."""
-    deadline_s = time.monotonic() + _HELD_S
-    while True:
-        try:
-            directory.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            if not directory.parent.is_dir():
-                raise UserError(
-                    f"{directory.parent} is not there: checkpoints are kept in it; "
-                    "name a directory in memory with EVERSTEP_SHM_DIR"
-                ) from None
-            continue  # a sweep was faster
-        except OSError as error:
-            raise UserError(
-                f"{directory}: {error.strerror}; checkpoints are kept there; make it writable, or "
-                "name another directory in memory with EVERSTEP_SHM_DIR"
-            ) from error
-        held = False
-        try:
-            about = os.fstat(fd)
-            if about.st_uid != os.geteuid():
-                raise UserError(f"{directory} belongs to user {about.st_uid}: it is not used")
-            with suppress(FileNotFoundError):
-                held = _try_lock(fd) and os.path.samestat(about, os.lstat(directory))
-        finally:
-            if not held:
-                os.close(fd)
-        if held:
-            return fd
-        if time.monotonic() >= deadline_s:
-            raise UserError(
-                f"another agent keeps checkpoints in {directory}: it has the same secret and name; "
-                "end it, or give this one another --name"
-            )
-        time.sleep(0.01)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _free(directory: Path) -> int:
