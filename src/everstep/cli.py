@@ -102,6 +102,13 @@ def _run_options(command: Command) -> Command:
             "--spares", type=int, metavar="N", help="Nodes beyond those, to replace lost ones. [0]"
         ),
         click.option(
+            "--spare-wait",
+            "spare_wait_s",
+            type=float,
+            metavar="S",
+            help="Seconds to wait for a node where one was lost and no spare is left. [300]",
+        ),
+        click.option(
             "--grace-s",
             type=float,
             metavar="S",

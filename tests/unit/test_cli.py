@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from tests.unit import journals
@@ -161,6 +162,8 @@ def test_all_options_arrive(backend: Backend) -> None:
         "runs",
         "--max-restarts",
         "7",
+        "--spare-wait",
+        "2.5",
         "--quiet",
         "--chaos",
         "kill:rank=0,step=1",
@@ -169,8 +172,30 @@ def test_all_options_arrive(backend: Backend) -> None:
     assert result.exit_code == 0, result.output
     settings = backend.called[0][1]
     assert (settings.log_dir, settings.max_restarts, settings.quiet) == ("runs", 7, True)
+    assert settings.spare_wait_s == 2.5
     assert [spec.index for spec in settings.chaos] == [0, 1]
     assert (settings.script.target, settings.script.module) == ("json.tool", True)
+
+
+def test_options_that_are_spoken_of_exist() -> None:
+    """What somebody is told to use, in an error or a note, is there to be used."""
+    of_others = {"abbrev", "always", "dirty", "exclude", "mem", "memory", "shm-size"}
+    known = of_others | {"help"} | _options(cli.main)
+    said = {
+        (path.name, option)
+        for path in (SOURCES / "everstep").rglob("*.py")
+        for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", path.read_text())
+    }
+    assert len(said) > 50
+    assert sorted((name, option) for name, option in said if option not in known) == []
+
+
+def _options(command: click.Command) -> set[str]:
+    """The long options of a command and of those in it."""
+    found = {name.removeprefix("--") for param in command.params for name in param.opts}
+    if isinstance(command, click.Group):
+        return found.union(*(_options(each) for each in command.commands.values()))
+    return found
 
 
 def test_nodes_on_this_machine(backend: Backend) -> None:
