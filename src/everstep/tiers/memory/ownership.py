@@ -24,7 +24,7 @@ from everstep.wire.secret import Secret
 PREFIX = "everstep-tier-"
 ORPHAN_S = 3600.0
 WAY = "way"
-"""Where in a directory that is which is being written."""
+"""The part of a directory for what is being written."""
 _HELD_S = 1.0  # a sweep that is just looking lets go before
 
 

@@ -23,6 +23,8 @@ from everstep.tiers.memory import talk
 from everstep.tiers.memory.wire import Gone, Wire
 from everstep.tiers.store import StoreError
 
+_RANDOM = random.SystemRandom()  # the script's own stream must not move by a draw here
+
 _KEPT_OPEN = 4
 A = TypeVar("A", bound=talk.Message)
 R = TypeVar("R")
@@ -179,7 +181,7 @@ class Pool:
         pause_s = 0.05
         while (now_s := time.monotonic()) < end_s:
             yield False
-            time.sleep(min(pause_s * random.uniform(0.5, 1), max(end_s - now_s, 0)))
+            time.sleep(min(pause_s * _RANDOM.uniform(0.5, 1), max(end_s - now_s, 0)))
             pause_s = min(2 * pause_s, 1.0)
         yield True
 
