@@ -13,6 +13,7 @@ from everstep.core.coordinator import Coordinator
 from everstep.core.goodput import fold
 from everstep.core.ladder import Policy
 from everstep.core.nodes import Layout
+from everstep.core.words import NODE_LEFT
 from everstep.types import Cause, CauseKind, Holding, Rung
 
 CLOSED = Cause(kind=CauseKind.NODE, text="its connection was closed")
@@ -400,6 +401,17 @@ def test_a_host_that_loses_its_nodes_is_set_aside() -> None:
     d.lose(5)
     assert {spawn.node for spawn in d.got(do.Spawn)} == {4}  # nothing else is there
     assert "though its host is set aside" in d.journal("node_replaced")[-1]["reason"]
+
+
+def test_that_a_node_left_on_purpose_is_nothing_against_its_host() -> None:
+    d = OnNodes(nnodes=2, max_node_failures=1).at()
+    d.node_joins(2, "rotated")
+    d.lose(2, Cause(kind=CauseKind.NODE, text="asked to end", signature=NODE_LEFT))
+    d.node_joins(3, "rotated")
+    d.node_joins(4, "other")
+    d.lose(1)
+    assert {spawn.node for spawn in d.got(do.Spawn)} == {3}  # the first that came
+    assert [aside["host"] for aside in d.journal("node_set_aside")] == ["h1"]
 
 
 def test_a_host_is_set_aside_for_the_window_only() -> None:

@@ -70,10 +70,15 @@ def lose(job: Job, node: Node, cause: Cause) -> None:
     """`node` is gone, or is given up, with all its ranks."""
     ranks = () if node.slot is None else job.nodes.layout.ranks_of(node.slot)
     held = f", and {name_ranks(ranks)} with it" if ranks else ""
-    went = "left" if cause.signature == NODE_LEFT else "was lost"
-    text = f"{node} {went}{held}: {cause.text}"
-    losses = job.nodes.lose(node, job.now_s)
-    job.copies.lose(node.number, node.host)
+    left = cause.signature == NODE_LEFT
+    text = f"{node} {'left' if left else 'was lost'}{held}: {cause.text}"
+    if left:  # that is nothing against its host, and it takes its copies along
+        losses = 0
+        job.nodes.expel(node)
+        job.copies.lose(node.number)
+    else:
+        losses = job.nodes.lose(node, job.now_s)
+        job.copies.lose(node.number, node.host)
     job.reach.lost(node.number)
     job.out.node_lost(node, ranks, text)
     if losses == job.policy.max_node_failures:
