@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -411,6 +412,20 @@ def test_what_changes_after_the_save_is_not_saved(settings: TierSettings, gate: 
     found = loaded(settings)
     assert torch.equal(found["w"], torch.ones(1000))
     assert found["values"] == {"list": [1, [2]]}
+
+
+def test_the_scripts_random_streams_stand_still(
+    settings: TierSettings, gate: Gate, ranks: Callable[..., list[fake_dcp.Writer]]
+) -> None:
+    """A wait for another rank's part draws pauses, in the process of the training."""
+    writers = ranks(2)
+    before = random.getstate(), torch.get_rng_state().tolist()
+    fake_dcp.save([{"step": 1, "w": torch.ones(1)}] * 2, writers, 1)
+    assert all(gate.came.acquire(timeout=PATIENCE_S) for _ in writers[:1])
+    gate.open.set()
+    settle(writers)
+    load_newest({"step": 0}, settings)
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before
 
 
 def steps_there(settings: TierSettings) -> list[int]:

@@ -24,30 +24,26 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from everstep import snapshot
 from everstep.errors import UserError
-from everstep.tiers import catalog, names, policy, tensors, values
+from everstep.tiers import names, policy, tensors
 from everstep.tiers.lanes import Contents, Save, SaveWarning
 from everstep.tiers.names import Attempt
 from everstep.tiers.newest import load_newest
-from everstep.tiers.origin import origin
+from everstep.tiers.parts import MAX_KEY_CHARS, contents_of, lay_out
 from everstep.tiers.policy import Failure, Order, Wish
 from everstep.tiers.resharding import TieredReader
 from everstep.tiers.saver import Saver
@@ -58,7 +54,6 @@ from everstep.tiers.steps import step_of
 
 __all__ = ["TieredReader", "TieredWriter", "load_newest"]
 
-_MAX_KEY = 1024
 _SAVERS: dict[TierSettings, Saver] = {}
 _savers_lock = threading.Lock()
 
@@ -182,30 +177,19 @@ class TieredWriter(StorageWriter):
         rank = kwargs.get("rank")
         self._now.rank = rank if rank is not None else _rank()
         self._now.commits = is_coordinator
-        self._now.save = None
+        self._now.save = self._now.planned = self._now.contents = None
         if is_coordinator:
             self.saver.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan, with how this rank stands."""
-        saver = self.saver
         for item in plan.items:
-            if not 0 < len(item.index.fqn) <= _MAX_KEY:
+            if not 0 < len(item.index.fqn) <= MAX_KEY_CHARS:
                 raise UserError(
                     f"the key {item.index.fqn[:80]!r} has {len(item.index.fqn)} characters; up to "
-                    f"{_MAX_KEY} fit a checkpoint"
+                    f"{MAX_KEY_CHARS} fit a checkpoint"
                 )
-        memory = saver.stack.memory() if self.settings.memory_every else None
-        wish = Wish(
-            rank=self._now.rank,
-            step=self._now.step,
-            standing=saver.standing(),
-            known=saver.known(),
-            card=memory.card() if memory is not None else "",
-            met=saver.met,
-            everywhere=self.everywhere,
-        )
-        return replace(plan, storage_data=wish)
+        return replace(plan, storage_data=self.wish())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans, with the one order for all. Coordinator only."""
@@ -223,32 +207,27 @@ class TieredWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy what the plan says; the rest is done in the background. Raises SaveFailed for an
         earlier save, UserError for what can't be saved."""
-        order, saver = plan.storage_data, self.saver
+        order = plan.storage_data
         assert isinstance(order, Order)
-        failures = saver.obey(order)
-        for text in saver.remarks():
-            self.remark(text)
-        self.tell(failures)
+        self.obey(order)
         future: Future[list[WriteResult]] = Future()
         if not order.tiers:
             future.set_result([])
             return future
-        try:
-            save, results = self._copy(order, plan.items, planner)
-        except BaseException as error:
-            saver.add(self._save(order, broken=f"{type(error).__name__}: {error}"))
-            raise
-        self._now.save = save
-        saver.add(save)
+        with self.said(order):
+            results, layout, sources = lay_out(plan.items, planner, self._now.rank)
+            self.copy(order, layout, sources)
+        self._now.planned = order.attempt, plan.items, results
         if self._waits():
-            save.wait_put(self.settings.deadline_s)
+            self._now.save.wait_put(self.settings.deadline_s)
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """All ranks have copied. Coordinator only. Raises SaveFailed where the save is waited for
         and does not become a checkpoint."""
-        self.saver.finish(_contents(metadata, results, self._about))
+        self._now.contents = contents_of(metadata, results, self._about)
+        self.saver.finish(self._now.contents)
         if self._now.save is not None and self._waits():
             self._now.save.wait(self.settings.deadline_s)
 
@@ -257,32 +236,67 @@ class TieredWriter(StorageWriter):
         """Never chosen by its name."""
         return False
 
-    # ------------------------------------------------------------ the copy
+    # ------------------------------------------------------------ one save
 
-    def _waits(self) -> bool:
-        if self._wait is not None:
-            return self._wait
-        main = threading.current_thread() is threading.main_thread()
-        return not main or os.getpid() != self._home
+    def wish(self) -> Wish:
+        """How this rank stands."""
+        saver = self.saver
+        return Wish(
+            rank=self._now.rank,
+            step=self._now.step,
+            standing=saver.standing(),
+            known=saver.known(),
+            card=saver.stack.card(),
+            met=saver.met,
+            everywhere=self.everywhere,
+        )
 
-    def _copy(
-        self, order: Order, items: Sequence[WriteItem], planner: SavePlanner
-    ) -> tuple[Save, list[WriteResult]]:
-        """The save, whose bytes are copied, and what DCP is to hand to the coordinator."""
-        results, layout, sources = _lay_out(items, planner, self._now.rank)
+    def planned(self) -> tuple[str, list[WriteItem], list[WriteResult], Contents | None] | None:
+        """The plan of this thread's last save: its attempt, what this rank wrote where, and, on the
+        rank that commits, the checkpoint's contents. None where nothing was saved."""
+        done = self._now.planned
+        return (*done, self._now.contents) if done is not None else None
+
+    def obey(self, order: Order) -> None:
+        """Do what all do before a save. Raises as `write_data`."""
+        failures = self.saver.obey(order)
+        for text in self.saver.remarks():
+            self.remark(text)
+        self.tell(failures)
+
+    @contextmanager
+    def said(self, order: Order) -> Iterator[None]:
+        """What is raised inside is told to the other ranks, as why there is no part of this one."""
+        try:
+            yield
+        except BaseException as error:
+            self.saver.add(self._save(order, broken=f"{type(error).__name__}: {error}"))
+            raise
+
+    def copy(
+        self, order: Order, layout: snapshot.Layout, sources: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy the tensors (by their names in the part), and let the save go on. Blocks for the
+        copy. Raises as `Staging.take`."""
         staged = self.saver.take(order.tiers, layout.nbytes)
         began = time.perf_counter()
         try:
             area = staged.area
             area[: len(layout.header)] = layout.header
             for tensor, start, end in layout.spans():
-                tensors.fill(area[start:end], sources.pop(tensor.name))
-            save = self._save(order, layout=layout, staged=staged)
+                tensors.fill(area[start:end], sources[tensor.name])
+            save = self._now.save = self._save(order, layout=layout, staged=staged)
         finally:
             staged.release()  # the save holds it
         self.saver.counts.nbytes += layout.nbytes
         self.saver.counts.copy_s += time.perf_counter() - began
-        return save, results
+        self.saver.add(save)
+
+    def _waits(self) -> bool:
+        if self._wait is not None:
+            return self._wait
+        main = threading.current_thread() is threading.main_thread()
+        return not main or os.getpid() != self._home
 
     def _save(self, order: Order, **more: Any) -> Save:
         rank = self._now.rank
@@ -301,131 +315,6 @@ class TieredWriter(StorageWriter):
             commits=self._now.commits,
             **{"layout": None, "staged": None, **more},
         )
-
-
-def _lay_out(
-    items: Sequence[WriteItem], planner: SavePlanner, rank: int
-) -> tuple[list[WriteResult], snapshot.Layout, dict[str, torch.Tensor]]:
-    """What of a plan is written where: the results for the coordinator, the part's layout, and its
-    tensors by name. Tensors that are the same memory are written once."""
-    results: list[WriteResult] = []
-    sources: dict[str, torch.Tensor] = {}
-    described: list[snapshot.Tensor] = []
-    written: dict[Any, str] = {}
-    for item in items:
-        index = item.index
-        if item.type == WriteItemType.BYTE_IO:
-            data = values.encode(_object(planner, index), index.fqn)
-            results.append(WriteResult(index=index, size_in_bytes=len(data), storage_data=data))
-            continue
-        source = tensors.plain(planner.resolve_data(item), index.fqn)  # type: ignore[arg-type]
-        chunk, place = _chunk(item, source), (rank, "")
-        if source.numel():
-            same = (
-                source.data_ptr(),
-                source.dtype,
-                source.shape,
-                source.stride(),
-                source.is_conj(),
-            )
-            name = written.setdefault(
-                (*same, source.is_neg(), source.device), _name(index, sources)
-            )
-            place = rank, name
-            if name not in sources:
-                sources[name] = source
-                described.append(
-                    snapshot.Tensor(
-                        name=name,
-                        dtype=str(source.dtype),
-                        item_bytes=source.element_size(),
-                        shape=tuple(source.shape),
-                        global_shape=tuple(item.tensor_data.size),  # type: ignore[union-attr]
-                        place=tuple(chunk.offsets),
-                    )
-                )
-        results.append(WriteResult(index=index, size_in_bytes=source.nbytes, storage_data=place))
-    return results, snapshot.Layout(described), sources
-
-
-def _chunk(item: WriteItem, source: torch.Tensor) -> Any:
-    """Where in the whole an item lies. Raises UserError where its plan and its tensor differ."""
-    planned = item.tensor_data
-    assert planned is not None
-    said = tuple(planned.chunk.sizes), planned.properties.dtype
-    if said != (tuple(source.shape), source.dtype):
-        raise UserError(
-            f"{item.index.fqn}: its plan says {said[0]} of {said[1]}, and the tensor is "
-            f"{tuple(source.shape)} of {source.dtype}; a planner that converts must say so in both"
-        )
-    return planned.chunk
-
-
-def _name(index: MetadataIndex, taken: Mapping[str, Any]) -> str:
-    """What a piece is called in its part: as its tensor, with its place where a rank has more of
-    one."""
-    if index.fqn not in taken and index.fqn != "__metadata__":
-        return index.fqn
-    return f"{len(taken)}:{index.fqn}"[:_MAX_KEY]
-
-
-def _object(planner: SavePlanner, index: MetadataIndex) -> Any:
-    """A value as the state has it. Raises UserError for a planner that can only pickle it."""
-    lookup = getattr(planner, "lookup_object", None)
-    if lookup is None:
-        raise UserError(
-            f"{type(planner).__qualname__} hands out {index.fqn!r} as a pickle, and no "
-            "checkpoint holds one; derive it from DefaultSavePlanner"
-        )
-    return lookup(index)
-
-
-def _contents(
-    metadata: Metadata, results: Sequence[Sequence[WriteResult]], about: Mapping[str, Any]
-) -> Contents:
-    """What the committer needs, of DCP's metadata and of what all ranks have written."""
-    pieces: dict[str, list[catalog.Piece]] = {}
-    found: dict[str, bytes] = {}
-    for result in (each for some in results for each in some):
-        fqn, data = result.index.fqn, result.storage_data
-        if isinstance(data, bytes):
-            found[fqn] = data
-            continue
-        rank, name = data
-        whole = metadata.state_dict_metadata[fqn]
-        assert isinstance(whole, TensorStorageMetadata)
-        chunk = _chunk_at(whole, result.index)
-        if name:
-            pieces.setdefault(fqn, []).append(
-                catalog.Piece(
-                    rank=rank, name=name, place=tuple(chunk.offsets), shape=tuple(chunk.sizes)
-                )
-            )
-    wholes = {
-        fqn: catalog.Whole(
-            dtype=str(whole.properties.dtype),
-            shape=tuple(whole.size),
-            pieces=tuple(sorted(pieces.get(fqn, ()), key=lambda piece: piece.place)),
-        )
-        for fqn, whole in metadata.state_dict_metadata.items()
-        if not isinstance(whole, BytesStorageMetadata)
-    }
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    return Contents(
-        world=len(results),
-        tensors=wholes,
-        values=found,
-        paths={fqn: tuple(path) for fqn, path in paths.items() if tuple(path) != (fqn,)},
-        origin=lambda: origin(world=len(results), **about),
-    )
-
-
-def _chunk_at(whole: TensorStorageMetadata, index: MetadataIndex) -> Any:
-    """The chunk that an item wrote."""
-    if index.index is not None and index.index < len(whole.chunks):
-        return whole.chunks[index.index]
-    offset = tuple(index.offset or (0,) * len(whole.size))
-    return next(chunk for chunk in whole.chunks if tuple(chunk.offsets) == offset)
 
 
 def _rank() -> int:

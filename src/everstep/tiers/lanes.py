@@ -23,7 +23,7 @@ from everstep.errors import EverstepError
 from everstep.tiers import signing
 from everstep.tiers.catalog import Checkpoint, Origin, Whole
 from everstep.tiers.names import Attempt
-from everstep.tiers.policy import DURABLE, Failure, Standing
+from everstep.tiers.policy import DURABLE, MEMORY, Failure, Standing
 from everstep.tiers.series import Failed, SaveFailed, Series
 from everstep.tiers.stack import Stack
 from everstep.tiers.staging import Staged
@@ -310,6 +310,8 @@ class Lane:
             self._queue.put.append(save.attempt.name)
         save.mark_put(self.tier)
         self._stack.staging(self.tier).warm(manifest.nbytes)
+        if self.tier == MEMORY:
+            self._stack.card(anew=True)
         return self._settle(series, save)
 
     def _settle(self, series: Series, save: Save) -> Failure | None:

@@ -39,6 +39,7 @@ class Stack:
         self.settings = settings
         self.key = _key(settings, environ)
         self._ranks_here = int(environ.get("LOCAL_WORLD_SIZE") or 1)
+        self._card = ""
         self._lock = threading.Lock()
         self._stores: dict[str, Store] = {}
         self._staging: dict[str, Staging] = {}
@@ -62,6 +63,13 @@ class Stack:
         store = self.store(MEMORY)
         assert isinstance(store, MemoryStore)
         return store
+
+    def card(self, *, anew: bool = False) -> str:
+        """How this host's memory tier is reached; empty where there is none. Asks its agent at the
+        first time, and `anew`: one that was started again is reached elsewhere."""
+        if self.settings.memory_every and (anew or not self._card):
+            self._card = self.memory().card()
+        return self._card
 
     def series(self, tier: str) -> Series:
         """The series in a tier's store. Raises as `store`."""

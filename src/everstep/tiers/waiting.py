@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 from everstep.tiers.store import Stopped, StoreError
 
+_RANDOM = random.SystemRandom()  # the script's own stream must not move by a draw here
+
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 _GROWTH = 1.6
@@ -77,6 +79,6 @@ class Deadline:
 
     def draw(self) -> float:
         """Seconds of the next pause, without waiting."""
-        drawn = self._next_s * random.uniform(0.5, 1.0)
+        drawn = self._next_s * _RANDOM.uniform(0.5, 1.0)
         self._next_s = min(self._next_s * _GROWTH, LONGEST_PAUSE_S)
         return drawn

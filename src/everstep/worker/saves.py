@@ -1,7 +1,7 @@
 """Checkpoints between the steps, by the cadences of `run.checkpoint`.
 
 Theory of operation. A save is a section of all ranks: it is done again if a rank fails in it, and a
-replacement skips what its predecessor has done. In it, state is copied (`contents.py`, DCP, the
+replacement skips what its predecessor has done. In it, state is copied (`contents.py`, the
 tiers' writer); the rest is in the background and belongs to nobody's step. A save that is done
 again is another attempt to make the same checkpoint: if the first one still becomes one, both are
 right, since the state is the same.
@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from everstep.errors import EverstepError, UserError
+from everstep.tiers.again import Again
 from everstep.tiers.dcp import TieredWriter
 from everstep.tiers.policy import MEMORY, Failure
 from everstep.tiers.settings import TierSettings
@@ -60,6 +60,7 @@ class Saves:
         self._worker, self._settings, self._gradients = worker, settings, gradients
         self._writer = _Writer(settings, worker)
         self._writer.saver.on_commit = self._committed
+        self._again = Again(self._writer)
 
         def checkpoint(step: int, everywhere: bool) -> list[str]:
             return self._save(step, everywhere)
@@ -84,11 +85,7 @@ class Saves:
         """Copy the state, and let it go on its way. Returns which earlier saves have failed."""
         self._writer.everywhere = everywhere
         try:
-            dcp_save(
-                pack(self._worker, gradients=self._gradients()),
-                storage_writer=self._writer,
-                checkpoint_id=str(step),
-            )
+            self._again.save(pack(self._worker, gradients=self._gradients()), step)
         except CheckpointException as error:
             raise _cause(error, step) from error
         heard, self._writer.heard = self._writer.heard, []
