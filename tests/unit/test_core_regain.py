@@ -13,7 +13,7 @@ from tests.unit.test_core_resume import Resuming
 from everstep.core import actions as do
 from everstep.core import events as ev
 from everstep.core.copies import CopyTable
-from everstep.core.overview import overview
+from everstep.core.overview import AWAITING, overview
 from everstep.types import HeldCopy, Rung, Stamp, StateFrom
 
 MINUTE_S = 60.0
@@ -255,7 +255,8 @@ def test_what_came_back_may_be_lost_and_come_back_again() -> None:
 def test_a_wait_for_a_copy_shows() -> None:
     d = all_lost()
     d.wait(20.0)
-    assert overview(d.coordinator._job, d.now_s).wait_s == MINUTE_S - 20.0
+    seen = overview(d.coordinator._job, d.now_s)
+    assert (seen.phase, seen.wait_s) == (AWAITING, MINUTE_S - 20.0)
 
 
 def test_what_a_step_lost_before_the_first_record_is_not_awaited() -> None:

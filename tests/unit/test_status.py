@@ -57,7 +57,8 @@ def test_an_open_incident_and_a_replacement() -> None:
     assert "1, one open: rank 1 was killed by SIGKILL in step 5" in shown(status)
 
 
-def test_nodes_of_a_journal() -> None:
+@pytest.mark.parametrize("by", ["node_awaited", "copy_awaited"])
+def test_nodes_of_a_journal(by: str) -> None:
     joined = [
         record(0.2, "node_joined", node=node, host=f"h{node}", domain="") for node in range(3)
     ]
@@ -70,7 +71,7 @@ def test_nodes_of_a_journal() -> None:
     assert [n.node for n in after.overview.nodes] == [0, 1]
     assert [(m.slot, m.ranks) for m in after.overview.missing] == [(1, "ranks 2, 3")]
     assert "slot 1 (ranks 2, 3), which node 2 (host h2) had" in shown(after)
-    awaited = record(4.05, "node_awaited", incident=1, ranks=[2, 3], wait_s=300.0)
+    awaited = record(4.05, by, incident=1, ranks=[2, 3], wait_s=300.0)
     waiting = status_of([*begun, *steps(1, 2, 1.0), opened(4.0, rank=2), lost, awaited])
     assert waiting.overview.phase == "waiting for a node"
     replaced = record(4.1, "node_replaced", slot=1, lost=2, node=1, host="h1", reason="")

@@ -85,8 +85,9 @@ class Overview:
 
 def overview(job: Job, now_s: float) -> Overview:
     """What `job` is doing. `now_s`: seconds on the clock of its events."""
+    waits = job.node_deadline_s is not None or job.copy_deadline_s is not None
     return Overview(
-        phase=job.phase.value if job.node_deadline_s is None else AWAITING,
+        phase=AWAITING if waits else job.phase.value,
         generation=job.generation,
         step=job.commits.least[0],
         world_size=job.world_size,

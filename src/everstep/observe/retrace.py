@@ -41,6 +41,7 @@ _PHASES = {  # which a record begins
     "setup_done": "running",
     "incident_opened": "stopping",
     "node_awaited": AWAITING,
+    "copy_awaited": AWAITING,
     "planned": "regrouping",
     "incident_closed": "running",
     "job_ended": "ended",
