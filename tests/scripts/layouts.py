@@ -20,6 +20,8 @@ import everstep
 parser = argparse.ArgumentParser()
 parser.add_argument("layout")
 parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--checkpoint", help="a directory for checkpoints, every third step")
+parser.add_argument("--memory-every", type=int, default=0, help="steps between saves to memory")
 args = parser.parse_args()
 torch.set_num_threads(1)
 run = everstep.init()
@@ -451,6 +453,9 @@ else:
 
 run.data(lambda step, rank, world: batch_at(step, replica))
 run.protect(model=model, optimizer=optimizer, replicas=replicas, **things)
+if args.checkpoint:
+    cadence = {"memory_every": args.memory_every, "durable_every": 3}
+    run.checkpoint(args.checkpoint, **cadence, durable_retained=0, on_busy="wait")
 train_step = run.step(**undo)(function) if undo else run.step(function)
 for batch in run.batches(until=args.steps):
     loss = train_step(batch)

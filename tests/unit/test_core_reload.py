@@ -199,6 +199,18 @@ def test_without_a_checkpoint_the_state_stays_lost() -> None:
     assert "state of step 7 is lost" in d.ended.text
 
 
+def test_where_checkpoints_are_kept_and_none_is_known_one_is_looked_for() -> None:
+    d = Sharded()
+    d.begin(0)
+    d.run_to(7)
+    d.all_die()
+    assert d.journal("planned")[-1]["step"] == 0
+    d.set_up()
+    d.loaded(1, 0, text="durable (/d) has none")
+    assert "the state of step 7 is lost" in d.ended.text
+    assert "no checkpoint is left: durable (/d) has none" in d.ended.text
+
+
 def test_a_fresh_start_never_hides_a_loss() -> None:
     d = Sharded()
     d.running(7)

@@ -331,7 +331,7 @@ def test_a_corrupt_part_sends_the_load_a_step_back(settings: TierSettings, tmp_p
     target = {"w": torch.zeros(100)}
     with pytest.raises(BaseException, match="PartLost"):
         load_newest(target, settings, step=20)
-    with pytest.warns(SetAside, match="step 20 in durable was set aside"):
+    with pytest.warns(SetAside, match="step 20 was set aside"):
         receipt = load_newest(target, settings)
     assert (receipt.step, receipt.behind) == (10, 10)
     assert torch.equal(target["w"], torch.full((100,), 10.0))

@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
 def worker_of(state: State, **more: Any) -> Any:
     spec = SimpleNamespace(rank=1, world_size=2)
-    usual = {"committed": 5, "carry": False, "values": {"best": 1.5}, "rng_key": b"key"}
+    usual = {"committed": 5, "carry": False, "values": {"best": 1.5}, "rng_key": b"key", "log": {}}
     return SimpleNamespace(
         state=state, spec=spec, source=None, streams=lambda: None, **(usual | more)
     )

@@ -105,6 +105,7 @@ class Job:
         self.base = 0  # the step at which all began: of the checkpoint that they took
         self.begun = False  # it is known at which checkpoint
         self.must_begin = False  # they have to take one: there were steps before
+        self.keeps = False  # the script keeps checkpoints
         self.saved: dict[StateFrom, int] = {}  # by tier, the newest checkpoint that is known
         self.protected: dict[int, ev.Protected] = {}  # what each rank said in the job's set-up
         self.first_of: dict[str, ev.Protected] = {}  # of those, the first of each shard

@@ -38,6 +38,7 @@ def begin(job: Job, event: ev.Resumed) -> None:
     job.reach.number_from(event.term * TERM_STRIDE)
     job.budget.incidents, job.recorded = event.incidents, event.recorded
     job.ever, job.base, job.saved = event.recorded, event.base, dict(event.saved)
+    job.keeps = bool(job.saved)
     for rank in range(job.world_size):
         job.commits.made(rank, (event.recorded, 0))
     if event.open_incident is not None:
@@ -74,7 +75,7 @@ def on_back(job: Job, event: ev.NodeBack) -> None:
     for said in event.protected:
         _learn(job, said)
     for tier, step in event.saved.items():
-        job.saved[tier] = max(step, job.saved.get(tier, 0))
+        job.saved[tier], job.keeps = max(step, job.saved.get(tier, 0)), True
     for copy in event.copies:
         job.copies.kept(copy.rank, copy.step, event.node, copy.stamp)
     if event.slot is not None and _wins_slot(job, rejoined, node, event):

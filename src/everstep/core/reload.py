@@ -6,9 +6,9 @@ step, on all ranks alike, and each rank says so (`Loaded`). From then on that st
 back to, and while no step after it is committed, a failure starts all ranks again.
 
 Which checkpoints of the job exist is told too (`Saved`). When no living copy of some shard is left,
-and one exists, all processes are killed and their ranks start again, as before the first commit;
-which checkpoint they take is found out by them (the newest may turn out to be spoiled, or one may
-exist of which nobody could tell any more). A job that has once recorded a step never begins without
+all processes are killed and their ranks start again, as before the first commit; which checkpoint
+they take is found out by them (the newest may turn out to be spoiled, or one may exist of which
+nobody could tell any more). A job that has once recorded a step never begins without
 one: a fresh start would hide the loss.
 
 What it doesn't know: where checkpoints lie, and what is in them.
@@ -20,11 +20,12 @@ from everstep.core import events as ev
 from everstep.core.commits import Commits
 from everstep.core.job import Job, Phase, newest
 from everstep.core.membership import Member
-from everstep.types import Cause, CauseKind
+from everstep.types import Cause, CauseKind, StateFrom
 
 
 def on_saved(job: Job, event: ev.Saved) -> None:
     """A checkpoint has come to be."""
+    job.keeps = True
     if event.step > job.saved.get(event.tier, 0):
         job.saved[event.tier] = event.step
         job.out.record("checkpoint_saved", step=event.step, tier=event.tier.value)
@@ -35,6 +36,7 @@ def on_loaded(job: Job, member: Member, event: ev.Loaded) -> None:
     none can be had."""
     if job.phase is not Phase.RUNNING:
         return
+    job.keeps = True
     if not event.ok:
         _end(job, member, event.text)
     elif event.step > 0:
@@ -54,13 +56,13 @@ def refuse_fresh(job: Job) -> None:
 
 
 def fall(job: Job, reason: str) -> bool:
-    """The state is lost for `reason`: start all ranks again from the newest checkpoint. False when
-    none is known."""
+    """The state is lost for `reason`: start all ranks again from the newest checkpoint, also where
+    none is known yet. False when the script keeps none."""
     incident = job.incident
     assert incident is not None
-    if not job.saved:
+    if not job.keeps:
         return False
-    step, tier = newest(job.saved)
+    step, tier = newest(job.saved or {StateFrom.DURABLE: 0})
     incident.steps_lost += max(0, job.recorded - step)
     incident.reload(step, tier)
     job.start_again(f"the state of step {job.commits.newest[0]} is lost: {reason}")
@@ -83,6 +85,6 @@ def _begin_at(job: Job, event: ev.Loaded) -> None:
 def _end(job: Job, member: Member, text: str) -> None:
     said = f"rank {member.rank} could not begin at a checkpoint: {text}"
     if job.incident is not None:
-        job.end_incident(said, exit_code=1)
+        job.end_incident(f"{job.incident.decision}; {said}", exit_code=1)
     else:
         job.end(1, said, Cause(kind=CauseKind.EXCEPTION, text=text), member.rank)

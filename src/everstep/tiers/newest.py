@@ -1,8 +1,9 @@
 """The newest checkpoint that can be had, into the state of all ranks.
 
 Theory of operation. One rank decides which it is, and tells the others; then each loads its part of
-it through DCP. When a part proves lost to any rank, all hear of it, and take the next older one;
-the deciding rank sets the corrupt one aside (`aside.py`).
+it through DCP. When a part proves lost to any rank, all hear of it, and take the next older one.
+Once that is loaded, the deciding rank sets aside what is damaged: training comes to those steps
+again, and a step is saved once.
 
 It does not know how bytes are read (`resharding.py`).
 """
@@ -21,11 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from everstep.errors import EverstepError, StateLost
 from everstep.tiers import find
-from everstep.tiers.aside import set_aside
 from everstep.tiers.catalog import Checkpoint
 from everstep.tiers.find import Told
 from everstep.tiers.load import PartLost
-from everstep.tiers.receipt import Receipt
+from everstep.tiers.receipt import Receipt, Refusal
 from everstep.tiers.resharding import TieredReader
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.stack import Stack
@@ -76,7 +76,40 @@ def load_newest(
         finally:
             reader.close()
         assert reader.receipt is not None
-        return reader.receipt
+        passed = [_refusal(each, settings) for each in lost]
+        receipt = msgspec.structs.replace(
+            reader.receipt, refused=(*passed, *reader.receipt.refused)
+        )
+        if alone or dist.get_rank(process_group) == 0:
+            _set_aside(settings, receipt)
+        return receipt
+
+
+def _set_aside(settings: TierSettings, receipt: Receipt) -> None:
+    """Make checkpoints that are damaged, and newer than what was loaded, exist no more."""
+    steps = find.damaged(receipt)
+    if not steps:
+        return
+    stack = Stack(settings)
+    try:
+        failed = find.set_aside(stack.tiers(), steps, deadline_s=settings.deadline_s)
+    finally:
+        stack.close()
+    said = [f"step {step} was set aside: it can be saved again ({steps[step]})" for step in steps]
+    for text in failed or said:
+        warnings.warn(text, SetAside, stacklevel=3)
+
+
+def _refusal(lost: PartLost, settings: TierSettings) -> Refusal:
+    """Why a checkpoint was passed over, as all ranks have heard."""
+    return Refusal(
+        tier="every tier",
+        where=settings.series,
+        step=lost.step,
+        rank=lost.rank,
+        why=lost.why,
+        damaged=lost.damaged,
+    )
 
 
 def _decide(
@@ -92,13 +125,11 @@ def _decide(
     if alone or dist.get_rank(group) == 0:
         stack = Stack(settings)
         try:
-            tiers, deadline_s = stack.tiers(), settings.deadline_s
-            for text in set_aside(tiers, lost[-1], deadline_s=deadline_s) if lost else ():
-                warnings.warn(text, SetAside, stacklevel=3)
             without = {each.step for each in lost}
-            found = find.decide(tiers, step=step, without=without, deadline_s=deadline_s).told
-            newest = max({found.newest, *without})  # also where it is set aside by now
-            told = [msgspec.structs.replace(found, newest=newest)]
+            found = find.decide(
+                stack.tiers(), step=step, without=without, deadline_s=settings.deadline_s
+            )
+            told = [found.told]
         except EverstepError as error:
             told = [error]
         finally:

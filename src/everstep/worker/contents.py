@@ -32,13 +32,14 @@ _DDP = "module."
 class RankOnly(msgspec.Struct, frozen=True, kw_only=True):
     """What belongs to one rank. `values`: codec bytes of `run.state`; `local`: of the objects of
     `protect(local=...)`; `streams`: the generators' states where they are carried; `buffers`: codec
-    bytes of those that no replica holds alike."""
+    bytes of those that no replica holds alike; `log`: what was logged since the last commit."""
 
     rng_key: bytes
     values: bytes
     local: dict[str, bytes]
     streams: bytes | None
     buffers: dict[str, bytes]
+    log: dict[int, dict[str, float]] = {}
 
 
 def pack(worker: Worker, *, gradients: bool) -> dict[str, Any]:
@@ -133,6 +134,7 @@ def _rank_only(worker: Worker, state: State) -> RankOnly:
         local=state.own.values(),
         streams=worker.streams(),
         buffers={name: codec.encode(buffer, name) for name, buffer in own_buffers(state)},
+        log=worker.log,
     )
 
 

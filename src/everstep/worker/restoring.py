@@ -20,6 +20,7 @@ It does not know what a checkpoint holds (`contents.py`), nor how tiers are read
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -29,11 +30,10 @@ import torch.distributed as dist
 import xxhash
 
 from everstep.data.loader import DatasetSource
-from everstep.errors import EverstepError, UserError
-from everstep.tiers import tensors, values
+from everstep.errors import StateLost, UserError
+from everstep.tiers import find, tensors, values
 from everstep.tiers.catalog import Checkpoint, Whole
-from everstep.tiers.find import NoneThere
-from everstep.tiers.newest import load_newest
+from everstep.tiers.newest import SetAside, load_newest
 from everstep.tiers.receipt import Receipt
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.stack import Stack
@@ -74,12 +74,14 @@ def restore(worker: Worker, settings: TierSettings) -> Receipt | None:
     try:
         if settings.memory_every:
             _introduce(settings)
-        receipt = load_newest(targets, settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SetAside)  # the receipt says why
+            receipt = load_newest(targets, settings)
         tier = _common_tier(receipt)
-    except NoneThere as none:
+    except find.NoneThere as none:
         _say(worker, messages.Loaded(generation=_world(worker), step=0, text=str(none)))
         return None
-    except EverstepError as error:
+    except StateLost as error:
         said = messages.Loaded(generation=_world(worker), step=0, ok=False, text=str(error))
         _say(worker, said)
         raise
@@ -273,7 +275,7 @@ def _of_rank(worker: Worker, own: Mapping[str, Any]) -> RankOnly:
         return only
     key = xxhash.xxh3_128_digest(only.rng_key + rank.to_bytes(8, "little"))
     new = b"".join(xxhash.xxh3_128_digest(key + bytes([part])) for part in range(3))
-    return msgspec.structs.replace(only, rng_key=new, local={})
+    return msgspec.structs.replace(only, rng_key=new, local={}, log={})
 
 
 def _another_world(own: Mapping[str, Any], world: int) -> str:
@@ -302,6 +304,7 @@ def _begin(worker: Worker, start: _Start) -> None:
     worker.rng_key = only.rng_key
     worker.values.clear()
     worker.values.update(codec.decode(only.values))
+    worker.log = {step: dict(scalars) for step, scalars in only.log.items()}
     state.own.load(only.local)
     buffers = dict(state.buffers())
     state.changing = tuple(name for name in buffers if name in only.buffers)
