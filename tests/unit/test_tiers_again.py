@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from everstep.tiers import TieredWriter, again, load_newest
-from everstep.tiers.again import Again
 from everstep.tiers.settings import TierSettings
 
 PATIENCE_S = 30.0
@@ -78,22 +77,28 @@ def test_a_plan_serves_as_long_as_the_state_keeps_its_shape(
         {"w": weight * 8, "v": torch.ones(2, 3).half(), "lr": 2, "more": 3},
         {"w": weight * 9, "v": torch.zeros(2, 3).half(), "lr": 5, "more": 6},
     ]
-    saves = Again(writer)
     for step, state in enumerate(states, 1):
-        saves.save(state, step)
+        writer.save(state, step)
         assert same(found(writer, settings, state), state), step
     assert planned == [1, 2, 4, 5, 6]
+
+
+def test_one_process_needs_no_group(settings: TierSettings) -> None:
+    writer = TieredWriter(settings)
+    for step in (1, 2):
+        writer.save({"w": torch.full((2,), float(step))}, step)
+    assert found(writer, settings, {"w": torch.ones(2)})["w"].tolist() == [2.0, 2.0]
+    writer.close()
 
 
 def test_what_cannot_be_saved_is_named_by_a_kept_plan_too(
     writer: TieredWriter, settings: TierSettings, planned: list[int]
 ) -> None:
-    saves = Again(writer)
-    saves.save({"w": torch.ones(2), "odd": 1}, 1)
+    writer.save({"w": torch.ones(2), "odd": 1}, 1)
     assert writer.wait(PATIENCE_S)
     with pytest.raises(Exception, match=r"odd is a builtins\.object"):
-        saves.save({"w": torch.ones(2), "odd": object()}, 2)
+        writer.save({"w": torch.ones(2), "odd": object()}, 2)
     state = {"w": torch.ones(2), "odd": 3}
-    saves.save(state, 3)
+    writer.save(state, 3)
     assert same(found(writer, settings, state), state)
     assert planned == [1]

@@ -13,8 +13,9 @@ It does not know what is saved.
 from __future__ import annotations
 
 import secrets
+import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from everstep import snapshot
 from everstep.tiers import policy
-from everstep.tiers.dcp import TieredWriter
 from everstep.tiers.lanes import Contents
 from everstep.tiers.parts import lay_out
 from everstep.tiers.policy import Wish
+
+if TYPE_CHECKING:
+    from everstep.tiers.dcp import TieredWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,8 @@ class Again:
     def save(self, state: dict[str, Any], step: int) -> None:
         """Save `state`, as `dcp.save` does with the writer; all ranks call it. Raises as that, and
         what a rank raises while it copies on that rank alone, where the plan was kept."""
-        rank, world = dist.get_rank(), dist.get_world_size()
+        alone = not dist.is_initialized()
+        rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         writer = self._writer
         writer.reset(step)
         writer.set_up_storage_writer(rank == 0, rank=rank)
@@ -88,13 +92,17 @@ class Again:
             raised=tuple(writer.saver.raised),
             values=ready.values if ready is not None else {},
         )
-        every: list[Any] = [None] * world
-        dist.all_gather_object(every, said)
+        every: list[Any] = [said] * world
+        if world > 1:
+            dist.all_gather_object(every, said)
         if ready is not None and {each.token for each in every} == {ready.kept.token}:
             self._by_kept(ready, every)
             return
         self._kept = None
-        dcp_save(state, storage_writer=writer, checkpoint_id=str(step))
+        with warnings.catch_warnings():
+            if alone:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp_save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=alone)
         planned = writer.planned()
         if planned is not None:
             token, items, results, contents = planned

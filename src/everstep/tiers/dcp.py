@@ -40,6 +40,7 @@ from torch.futures import Future
 from everstep import snapshot
 from everstep.errors import UserError
 from everstep.tiers import names, policy, tensors
+from everstep.tiers.again import Again
 from everstep.tiers.lanes import Contents, Save, SaveWarning
 from everstep.tiers.names import Attempt
 from everstep.tiers.newest import load_newest
@@ -107,10 +108,11 @@ class TieredWriter(StorageWriter):
             "parent": parent,
         }
         self._home = os.getpid()
+        self._again: Again | None = None
         self._now = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_now"}
+        return {**self.__dict__, "_now": None, "_again": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -126,6 +128,15 @@ class TieredWriter(StorageWriter):
     def due(self, step: int) -> bool:
         """Whether `step` is to be saved, by the cadences of the settings."""
         return bool(policy.due(self.settings, step))
+
+    def save(self, state: dict[str, Any], step: int) -> None:
+        """Save as `dcp.save` does with this writer, all ranks of the world together; but the plan
+        is kept from one save to the next while the state keeps its shape (`again.py`). Blocks for
+        the copy, and an exchange between the ranks. Raises as `dcp.save`; what a rank can't save
+        is raised on that rank alone. Main thread."""
+        if self._again is None:
+            self._again = Again(self)
+        self._again.save(state, step)
 
     def check(self) -> None:
         """Raise SaveFailed, or warn (`on_save_error`), if a save is known to have failed. Does not

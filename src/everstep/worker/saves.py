@@ -20,7 +20,6 @@ from typing import Literal
 from torch.distributed.checkpoint.api import CheckpointException
 
 from everstep.errors import EverstepError, UserError
-from everstep.tiers.again import Again
 from everstep.tiers.dcp import TieredWriter
 from everstep.tiers.policy import MEMORY, Failure
 from everstep.tiers.settings import TierSettings
@@ -60,7 +59,6 @@ class Saves:
         self._worker, self._settings, self._gradients = worker, settings, gradients
         self._writer = _Writer(settings, worker)
         self._writer.saver.on_commit = self._committed
-        self._again = Again(self._writer)
 
         def checkpoint(step: int, everywhere: bool) -> list[str]:
             return self._save(step, everywhere)
@@ -85,7 +83,7 @@ class Saves:
         """Copy the state, and let it go on its way. Returns which earlier saves have failed."""
         self._writer.everywhere = everywhere
         try:
-            self._again.save(pack(self._worker, gradients=self._gradients()), step)
+            self._writer.save(pack(self._worker, gradients=self._gradients()), step)
         except CheckpointException as error:
             raise _cause(error, step) from error
         heard, self._writer.heard = self._writer.heard, []
