@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.unit.core_driver import Driver, raised
 from tests.unit.test_core_nodes import OnNodes
+from tests.unit.test_core_resume import Resuming
 
 from everstep.core import actions as do
 from everstep.core import events as ev
@@ -325,3 +326,44 @@ def test_the_journal_tells_another_coordinator_what_it_must_know() -> None:
     incident = recall(records[:closing]).open_incident
     assert incident is not None
     assert (incident.rung, incident.steps_lost) == ("durable", 5)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_another_coordinator_knows_at_which_checkpoint_all_began(written: bool) -> None:
+    d = Resuming()
+    d.resume(recorded=40, base=40) if written else d.resume(recorded=0)
+    for node in range(2):
+        ranks = d.layout.ranks_of(node)
+        d.back(node, members=tuple(d.member(rank, position=(40, 0), base=40) for rank in ranks))
+    assert d.resumed["undisturbed"]
+    assert not d.journal("step")
+    d.die(1)
+    assert {kill.rank for kill in d.got(do.Kill)} == {0, 2, 3}, "they have made no step yet"
+    d.commit(0, 41)
+    assert not d.journal("step")
+
+
+def test_what_is_told_of_checkpoints_while_no_coordinator_is_there_is_known_to_the_next() -> None:
+    d = Resuming(shards=2, nnodes=2)
+    d.resume(saved={StateFrom.DURABLE: 4})
+    d.back(0, saved={StateFrom.DURABLE: 6})
+    d.back(1)
+    for rank in d.ranks:
+        d.die(rank)
+    assert d.journal("planned") == []
+    for kill in d.got(do.Kill):
+        d.die(kill.rank, incarnation=kill.incarnation)
+    (planned,) = d.journal("planned")
+    assert (planned["rung"], planned["step"]) == ("durable", 6)
+
+
+def test_a_restore_is_over_when_all_have_loaded() -> None:
+    d = Sharded()
+    d.running(7)
+    d.saved(6)
+    d.all_die()
+    d.set_up()
+    d.loaded(0, 6, parts=((0, "durable", "/d", 5), (1, "durable", "/d", 3)))
+    assert not d.journal("restored")
+    d.loaded(1, 6, parts=((1, "durable", "/d", 4),))
+    assert d.journal("restored") == [{"incident": 1, "generation": 1, "nbytes": 12}]

@@ -49,6 +49,25 @@ def test_a_kill_that_was_survived(tmp_path: Path) -> None:
     assert " ".join(row.split()) == f"5 1 {journals.FAULT} respawn peer 5 10 20 30 40 50 155"
 
 
+def test_it_says_where_a_run_began(tmp_path: Path) -> None:
+    loaded = {
+        "t": 0.5,
+        "event": "checkpoint_loaded",
+        "rank": 0,
+        "generation": 0,
+        "step": 40,
+        "newest": 42,
+        "tier": "memory",
+        "parts": [],
+        "seconds": 0.1,
+        "text": "a part is spoiled",
+    }
+    lines = reported(tmp_path, [*journals.begin(), loaded, *journals.steps(41, 44, 1.0)])
+    assert lines[1].startswith("  steps      4 committed on 4 ranks")
+    where = "after step 40, with its checkpoint from memory, 2 steps behind the newest seen"
+    assert lines[2] == f"  began      {where} (passed over: a part is spoiled)"
+
+
 def test_a_failure_shows_its_first_cause_with_the_traceback_first(tmp_path: Path) -> None:
     traceback = 'Traceback (most recent call last):\n  File "train.py", line 7\nValueError: boom'
     cause = journals.cause(kind="exception", text="ValueError: boom", detail=traceback, signal=None)

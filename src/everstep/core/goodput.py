@@ -75,13 +75,15 @@ class IncidentEntry:
 class Ledger:
     """A run in figures; see the module's text for the parts of the wall time, in seconds.
 
-    `steps`: the newest step that all ranks have committed. `exit_code`, `cause`, `text`: of the
+    `steps`: the newest step that all ranks have committed; `kept`: the newest of which there is a
+    checkpoint, 0 without one. `exit_code`, `cause`, `text`: of the
     end; None, None and "" for a run that has not ended. `faults_fired`: in their order.
     """
 
     run_id: str
     world_size: int
     steps: int
+    kept: int
     setup_s: float
     step_s: float
     discarded_s: float
@@ -137,7 +139,7 @@ def fold(records: Iterable[Mapping[str, Any]]) -> Ledger:
     parts = _parts(journal, entries, [draft.last_step_inside for draft in drafts])
     known: dict[str, Any] = {"run_id": "", "world_size": 0, "exit_code": None, "text": ""}
     cause: Cause | None = None
-    steps, fired = 0, []
+    steps, kept, fired = 0, 0, []
     for record in journal:
         match record["event"]:
             case "journal" | "job_started" | "job_ended" as event:
@@ -146,11 +148,17 @@ def fold(records: Iterable[Mapping[str, Any]]) -> Ledger:
                     cause = read_cause(record["cause"])
             case "step":
                 steps = max(steps, record["step"])
+            case "checkpoint_loaded":
+                kept = record["step"]
+                steps = max(steps, kept)
+            case "checkpoint_saved":
+                kept = max(kept, record["step"])
             case "fault_fired":
                 fired.append(record["text"])
     return Ledger(
         **known,
         steps=steps,
+        kept=kept,
         setup_s=parts["setup_s"],
         step_s=parts["step_s"],
         discarded_s=parts["discarded_s"],

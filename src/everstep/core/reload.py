@@ -43,6 +43,10 @@ def on_loaded(job: Job, member: Member, event: ev.Loaded) -> None:
         job.out.loaded(event)
         if not job.begun:
             _begin_at(job, event)
+        job.restored[member.rank] = sum(nbytes for *_, nbytes in event.parts)
+        if job.incident is not None and len(job.restored) == job.world_size:
+            known = {"incident": job.incident.number, "generation": job.generation}
+            job.out.record("restored", **known, nbytes=sum(job.restored.values()))
     elif job.ever > 0:
         _end(job, member, f"no checkpoint is left: {event.text}")
 
@@ -72,7 +76,7 @@ def fall(job: Job, reason: str) -> bool:
 def _begin_at(job: Job, event: ev.Loaded) -> None:
     """The first rank of this start has told where all stand."""
     step, tier = event.step, event.tier
-    job.begun, job.must_begin = True, False
+    job.begun, job.must_begin, job.restored = True, False, {}
     job.base = job.recorded = step
     job.ever = max(job.ever, step)
     job.commits, job.resumed_at = Commits(job.world_size, (step, 0)), (step, 0)

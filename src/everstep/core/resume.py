@@ -145,6 +145,10 @@ def _take_stands(job: Job, rejoined: Rejoined) -> None:
     job.closed = any(known.closed for known in rejoined.members.values())
     job.base = max((known.base for known in rejoined.members.values()), default=0) or job.base
     job.begun = job.base > 0
+    if job.recorded < job.base:  # the last coordinator did not write down where all began
+        job.recorded, job.ever = job.base, max(job.ever, job.base)
+        for rank in range(job.world_size):
+            job.commits.made(rank, (job.base, 0))
     for rank, known in rejoined.members.items():
         job.commits.made(rank, known.position)
         member = job.membership.current(rank, known.incarnation)

@@ -61,6 +61,8 @@ class Narrator:
         """Steps that every rank has committed."""
         self.incidents = 0
         """Incidents opened so far."""
+        self._base = 0  # the step of the checkpoint at which all ranks began
+        self._begun_in = -1  # and in which generation
         self._fired_s: dict[str, float] = {}
         self._open: dict[int, _Open] = {}
         self._ranks = 0  # how many there are; 0: not known
@@ -111,6 +113,8 @@ class Narrator:
                 ranks, hosts = name_ranks(record["ranks"]), " and ".join(record["hosts"])
                 left = f"the copies of {ranks} were in the memory of {hosts}, whose nodes are lost"
                 return [f"{left}: waiting {record['wait_s']:g} s for a node that comes back there"]
+            case "checkpoint_loaded":
+                return self._began(record)
             case "node_set_aside" | "coordinator_resumed" | "copies_found":
                 return [str(record["text"])]
             case "hang":
@@ -118,6 +122,14 @@ class Narrator:
             case "note":
                 return [f"note{_of_rank(record)}: {record['text']}"]
         return []
+
+    def _began(self, record: Record) -> list[str]:
+        """All ranks begin at a checkpoint, which the first of them tells."""
+        if self._begun_in == record["generation"]:
+            return []
+        self._begun_in, self._base = int(record["generation"]), int(record["step"])
+        self.step = max(self.step, self._base)
+        return [f"all ranks begin {beginning(record)}"]
 
     def _gathered(self, record: Record) -> list[str]:
         nodes, self.spares = counted(len(record["nodes"]), "node"), int(record["spares"])
@@ -153,8 +165,9 @@ class Narrator:
 
     def _first_line(self, record: Record, cause: Cause) -> str:
         """An incident's failure, and what is done about it."""
-        if self.step == 0 and int(record["step"]) <= 1:
-            return f"{failure(record)}; nothing is committed yet, all ranks start again"
+        if self.step <= self._base and int(record["step"]) <= self._base + 1:
+            since = f" after step {self._base}" if self._base else ""
+            return f"{failure(record)}; nothing is committed yet{since}, all ranks start again"
         return f"{failure(record)}; {', '.join(['stopping', *self._measures(cause)])}"
 
     def _measures(self, cause: Cause) -> list[str]:
@@ -256,6 +269,15 @@ def recovery(closed: Record, total_s: float, section: str = "") -> str:
     if reason and closed["state_from"] in _SAID_BY_REASON:
         del how[1]
     return f"{again} done again after {total_s:.2f} s - {', '.join(how)}{reason}"
+
+
+def beginning(loaded: Record) -> str:
+    """Where a job begins, from a `checkpoint_loaded` record."""
+    behind = int(loaded["newest"]) - int(loaded["step"])
+    late = f", {counted(behind, 'step')} behind the newest seen" if behind else ""
+    passed = f" (passed over: {loaded['text']})" if loaded["text"] else ""
+    where = "memory" if loaded["tier"] == "memory" else "the durable tier"
+    return f"after step {loaded['step']}, with its checkpoint from {where}{late}{passed}"
 
 
 def source_in_words(state_from: str) -> str:

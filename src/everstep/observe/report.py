@@ -22,7 +22,13 @@ from everstep.core.goodput import IncidentEntry, Ledger, fold
 from everstep.core.words import STOP_COMMAND, name_signal
 from everstep.errors import UserError
 from everstep.observe.journal import read_journal
-from everstep.observe.narrate import cause_in_words, counted, failure_of, source_in_words
+from everstep.observe.narrate import (
+    beginning,
+    cause_in_words,
+    counted,
+    failure_of,
+    source_in_words,
+)
 from everstep.observe.screen import Screen
 from everstep.observe.tracebacks import cleaned
 from everstep.types import Cause, CauseKind, Stage
@@ -56,7 +62,11 @@ def summarize(records: Sequence[Mapping[str, Any]], journal: Path, screen: Scree
         _show_failure(ledger, screen)
     screen.say(f"everstep run {ledger.run_id}: {ending(ledger)}", "bold")
     ranks = counted(ledger.world_size, "rank")
-    screen.say(f"  steps      {ledger.steps} committed on {ranks} in {ledger.wall_s:.2f} s")
+    began = _began(records)
+    made = ledger.steps - (began["step"] if began else 0)
+    screen.say(f"  steps      {made} committed on {ranks} in {ledger.wall_s:.2f} s")
+    if began:
+        screen.say(f"  began      {beginning(began)}")
     screen.say(f"  incidents  {_incidents(ledger)}")
     pool = _pool(records)
     if pool:
@@ -229,6 +239,16 @@ def _incidents(ledger: Ledger) -> str:
     return f"{len(ledger.incidents)} ({by_rung}), {_lost(ledger)}{origin}"
 
 
+def _began(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The record of the checkpoint at which the job began; None where it began at its script."""
+    for record in records:
+        if record.get("event") == "checkpoint_loaded":
+            return record
+        if record.get("event") == "step":
+            return None
+    return None
+
+
 def _pool(records: Sequence[Mapping[str, Any]]) -> str:
     """What became of the job's nodes; "" where it had none of its own."""
     gathered = [record for record in records if record.get("event") == "gathered"]
@@ -246,7 +266,8 @@ def _lost(ledger: Ledger) -> str:
     """What became of committed steps. After an incident that nobody survived the state is gone with
     the processes, and the steps with it."""
     if ledger.exit_code and ledger.steps and not ledger.incidents[-1].closed:
-        return f"{counted(ledger.steps, 'committed step')} gone with the job"
+        gone = f"{counted(ledger.steps - ledger.kept, 'committed step')} gone with the job"
+        return f"{gone}, a checkpoint of step {ledger.kept} is left" if ledger.kept else gone
     return f"{counted(ledger.steps_lost, 'step')} lost"
 
 
