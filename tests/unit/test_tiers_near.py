@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,6 +118,32 @@ def test_one_copy_serves_both_tiers_and_the_nearer_one_answers(
     alone = Stack(TierSettings(series="run", destination=str(tmp_path / "far")), {})
     assert value_and_tier(alone) == (2.0, "durable")
     alone.close()
+
+
+def test_many_saves_leave_nothing_behind(hosts: Hosts, tmp_path: Path) -> None:
+    """200 saves of one rank into both tiers: no file, no descriptor and no thread is left."""
+    settings = TierSettings(
+        series="run",
+        destination=str(tmp_path / "far"),
+        memory_every=1,
+        durable_every=10,
+        copies=1,
+    )
+    before: set[str] = set()
+    threads = 0
+    writer = fake_dcp.Writer(settings, HostStack(settings, hosts, "one"))
+    for step in range(1, 201):
+        writer.save({"w": torch.full((500,), float(step)), "step": step}, step)
+        assert writer.wait(PATIENCE_S)
+        writer.check()
+        if step == 20:
+            before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 2  # an area ahead, at most
+    assert threading.active_count() == threads
+    assert writer.own.committed == 200 + 20
+    writer.own.close(PATIENCE_S)
+    hosts.stop("one")
+    assert not [p for p in (tmp_path / "shm").glob("*one*/**/*") if p.is_file()]
 
 
 def test_saves_leave_nothing_in_memory_but_what_is_retained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -196,3 +197,25 @@ def test_cards_are_told_when_a_rank_lacks_some() -> None:
     knowing = [Wish(rank=r, step=1, standing={}, card=f"host{r}", met=met) for r in range(2)]
     assert policy.decide(knowing, settings(), "c").cards == ()
     assert policy.decide([knowing[0], two], settings(), "c").cards == cards
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"series": "a/b"}, "'a/b' can't name a series"),
+        ({"series": "../up"}, "can't name a series"),
+        ({"memory_every": 0, "durable_every": 0, "destination": ""}, "no place to go"),
+        ({"destination": ""}, "durable_every=4 has no destination"),
+        ({"on_busy": "later"}, "on_busy='later' is none of newest, wait, skip"),
+        ({"on_save_error": "hide"}, "is none of raise, warn"),
+        ({"copies": 0}, "copies=0 is less than 1"),
+        ({"memory_every": -1}, "memory_every=-1 is less than 0"),
+        ({"deadline_s": float("nan")}, "deadline_s=nan is less than"),
+        ({"memory_share": 1.5}, "memory_share=1.5 is no part"),
+        ({"upload_bandwidth": "fast"}, "'fast' is no rate"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused_in_words(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        settings(**wrong)

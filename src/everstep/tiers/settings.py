@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from everstep.errors import UserError
+from everstep.quantities import bytes_per_s
 from everstep.tiers.hook import Hook
+from everstep.tiers.names import check_series
 
 Policy = Literal["newest", "wait", "skip"]
 
@@ -77,3 +80,41 @@ class TierSettings:
     secret_file: str = ""
     """File with the key that signs checkpoints and joins agents (`everstep secret FILE`); also
     EVERSTEP_SECRET_FILE. Empty, and none in the environment: checkpoints are not signed."""
+
+    def __post_init__(self) -> None:
+        try:
+            check_series(self.series)
+            if self.upload_bandwidth:
+                bytes_per_s(self.upload_bandwidth)
+        except ValueError as error:
+            raise UserError(f"checkpoints: {error}") from None
+        if not self.memory_every and not self.destination:
+            raise UserError(
+                "checkpoints have no place to go: name a destination, or save into the hosts' "
+                "memory (memory_every)"
+            )
+        if self.durable_every and not self.destination:
+            raise UserError(
+                f"durable_every={self.durable_every} has no destination: name a directory or a "
+                "bucket"
+            )
+        for name, allowed in (("on_busy", get_args(Policy)), ("on_save_error", ("raise", "warn"))):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name}={getattr(self, name)!r} is none of {', '.join(allowed)}")
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:
+                raise UserError(f"{name}={getattr(self, name)} is less than {least:g}")
+        if not 0 < self.memory_share <= 1:
+            raise UserError(f"memory_share={self.memory_share} is no part of the memory, 0 to 1")
+
+
+_LEAST = {
+    "memory_every": 0,
+    "durable_every": 0,
+    "copies": 1,
+    "memory_retained": 1,
+    "durable_retained": 0,
+    "deadline_s": 1e-3,
+    "grace_s": 0,
+    "on_durable_timeout_s": 1e-3,
+}
