@@ -119,19 +119,38 @@ def test_the_newest_is_spoiled_and_a_replacement_takes_no_checkpoint(
 # -------------------------------------------------------------------- the rung
 
 
-@pytest.mark.parametrize("tier", ["durable", "memory"])
-def test_a_lost_shard_comes_from_the_newest_checkpoint(tier: str, tmp_path: Path) -> None:
-    def run(name: str, *arguments: str, **more: Any) -> Result:
-        given = ("fsdp", "--steps", "10", *arguments)
-        return run_script(tmp_path / name, *given, script=LAYOUTS, nproc=2, **more)
+def _sharded(folder: Path, *arguments: str, **more: Any) -> Result:
+    given = ("fsdp", "--steps", "10", *arguments)
+    return run_script(folder, *given, script=LAYOUTS, **more)
 
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """What nothing has disturbed, where each rank has a shard of its own."""
+    return _sharded(tmp_path_factory.mktemp("sharded"), nproc=2)
+
+
+@pytest.mark.parametrize("tier", ["durable", "memory"])
+def test_a_lost_shard_comes_from_the_newest_checkpoint(
+    tier: str, sharded: Result, tmp_path: Path
+) -> None:
     kept: tuple[str, ...] = ("--checkpoint", str(tmp_path / "kept"))
     if tier == "memory":
         kept = (*kept, "--memory-every", "1")
-    result = run("faulted", *kept, faults=("kill:rank=1,step=8,at=backward",))
-    assert_same_run(run("clean"), result)
+    result = _sharded(tmp_path, *kept, nproc=2, faults=("kill:rank=1,step=8,at=backward",))
+    assert_same_run(sharded, result)
     (closed,) = result.closed
     assert (closed["rung"], closed["state_from"]) == (tier, tier)
     (began,) = {record["step"] for record in result.of("checkpoint_loaded")}
     assert closed["steps_lost"] == 7 - began
     assert began in (3, 6) if tier == "durable" else began >= 6
+
+
+def test_all_nodes_are_lost_at_once_and_others_go_on(sharded: Result, tmp_path: Path) -> None:
+    faults = tuple(f"node:index={index},step=8" for index in range(2))
+    nodes = {"nproc": 1, "local_nodes": 2, "spares": 2}
+    result = _sharded(tmp_path, "--checkpoint", str(tmp_path / "kept"), faults=faults, **nodes)
+    assert_same_run(sharded, result)
+    assert [(closed["rung"], closed["state_from"]) for closed in result.closed] == [
+        ("durable", "durable")
+    ]

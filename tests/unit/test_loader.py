@@ -343,3 +343,24 @@ def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None
     for source, batch_size in ((Squares(3), 2), (lambda step, rank, world: step, None)):
         with pytest.raises(ValueError, match="it must be in range"):
             make(source, batch_size=batch_size, rank=rank, world_size=world_size)
+
+
+def test_another_number_of_ranks_goes_on_with_the_sample_after_the_last() -> None:
+    def of(world: int, rank: int) -> DatasetSource:
+        return DatasetSource(range(1000), batch_size=4, seed=1, rank=rank, world_size=world)
+
+    def step(sources: list[DatasetSource], number: int) -> list[int]:
+        return [sample for source in sources for sample in source.samples(number)]
+
+    three = [of(3, rank) for rank in range(3)]
+    begun = [sample for number in range(1, 6) for sample in step(three, number)]
+    assert three[0].position(5) == len(begun) == 60
+    two = [of(2, rank) for rank in range(2)]
+    for source in two:
+        source.go_on(5, three[0].position(5))
+    gone_on = [sample for number in range(6, 9) for sample in step(two, number)]
+    straight = of(1, 0)
+    assert begun + gone_on == [s for number in range(1, 22) for s in straight.samples(number)]
+    five = of(5, 0)
+    five.go_on(8, two[0].position(8))
+    assert five.samples(9) == straight.samples(22)

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from everstep.core.words import name_ranks, verb
 from everstep.data.loader import DatasetSource
 from everstep.errors import StateLost, UserError
 from everstep.tiers import find, tensors, values
@@ -285,8 +286,8 @@ def _another_world(own: Mapping[str, Any], world: int) -> str:
         "it: with the same tensors, but other random streams"
     )
     if any(contents.rank_only(data).local for data in own["rank"].values()):
-        lost = f"those of ranks {world} to {before - 1} are gone"
-        new = f"ranks {before} to {world - 1} begin with those of the script"
+        lost = f"those of {name_ranks(range(world, before))} are gone"
+        new = f"{verb(range(before, world), 'begins', 'begin')} with those of the script"
         text += f"; of the objects of protect(local=...), {lost if world < before else new}"
     if own["position"] is None:
         text += "; where the data goes on is the script's affair, whose function makes the batches"
