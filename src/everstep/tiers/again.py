@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from everstep import snapshot
+from everstep.errors import EverstepError
 from everstep.tiers import policy
 from everstep.tiers.lanes import Contents
 from everstep.tiers.parts import lay_out
@@ -76,33 +78,38 @@ class Again:
         self._kept: _Kept | None = None
 
     def save(self, state: dict[str, Any], step: int) -> None:
-        """Save `state`, as `dcp.save` does with the writer; all ranks call it. Raises as that, and
-        what a rank raises while it copies on that rank alone, where the plan was kept."""
+        """Save `state`, as `dcp.save` does with the writer; all ranks call it. What one rank can't
+        save is raised on all; that it has no room for the copy, on that rank alone, where the plan
+        was kept: the others hear it in the next save."""
         alone = not dist.is_initialized()
         rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         writer = self._writer
         writer.reset(step)
         writer.set_up_storage_writer(rank == 0, rank=rank)
         flat = flatten_state_dict(state)[0]
-        ready = self._prepare(flat, rank)
-        said = _Said(
-            token=ready.kept.token if ready is not None else "",
-            attempt=secrets.token_hex(8),
-            wish=writer.wish(),
-            raised=tuple(writer.saver.raised),
-            values=ready.values if ready is not None else {},
-        )
-        every: list[Any] = [said] * world
+        ready, said, trouble = None, None, None
+        try:
+            ready = self._prepare(flat, rank)
+            said = _Said(
+                token=ready.kept.token if ready is not None else "",
+                attempt=secrets.token_hex(8),
+                wish=writer.wish(),
+                raised=tuple(writer.saver.raised),
+                values=ready.values if ready is not None else {},
+            )
+        except EverstepError as error:  # the others wait for this rank's word
+            trouble = error
+        every: list[Any] = [said or trouble] * world
         if world > 1:
-            dist.all_gather_object(every, said)
+            dist.all_gather_object(every, said or trouble)
+        for each in every:
+            if isinstance(each, EverstepError):
+                raise each
         if ready is not None and {each.token for each in every} == {ready.kept.token}:
             self._by_kept(ready, every)
             return
         self._kept = None
-        with warnings.catch_warnings():
-            if alone:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp_save(state, storage_writer=writer, checkpoint_id=str(step), no_dist=alone)
+        self._plan(state, step, alone=alone)
         planned = writer.planned()
         if planned is not None:
             token, items, results, contents = planned
@@ -113,6 +120,19 @@ class Again:
                 places=_places(results),
                 contents=contents,
             )
+
+    def _plan(self, state: dict[str, Any], step: int, *, alone: bool) -> None:
+        """Save with a plan of DCP's. Raises what a rank raised, where that is an error of ours."""
+        try:
+            with warnings.catch_warnings():
+                if alone:
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp_save(state, storage_writer=self._writer, checkpoint_id=str(step), no_dist=alone)
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, EverstepError):
+                    raise cause from error
+            raise
 
     def _prepare(self, flat: dict[str, Any], rank: int) -> _Ready | None:
         """What is copied by the kept plan; None where it does not fit any more."""

@@ -132,8 +132,8 @@ class TieredWriter(StorageWriter):
     def save(self, state: dict[str, Any], step: int) -> None:
         """Save as `dcp.save` does with this writer, all ranks of the world together; but the plan
         is kept from one save to the next while the state keeps its shape (`again.py`). Blocks for
-        the copy, and an exchange between the ranks. Raises as `dcp.save`; what a rank can't save
-        is raised on that rank alone. Main thread."""
+        the copy, and an exchange between the ranks. Raises what is wrong with an earlier save or
+        with the state, on all ranks. Main thread."""
         if self._again is None:
             self._again = Again(self)
         self._again.save(state, step)

@@ -102,12 +102,8 @@ class Saves:
 
 
 def _cause(error: CheckpointException, step: int) -> EverstepError:
-    """What a rank has raised, as an error of the script's where it is one."""
-    causes = [each for each, _ in error.failures.values()]
-    for cause in causes:
-        if isinstance(cause, UserError):
-            return UserError(str(cause))
-    first = causes[0] if causes else error
+    """What went wrong inside torch, as an error that a section can have."""
+    first = next((cause for cause, _ in error.failures.values()), error)
     return EverstepError(
         f"the state of step {step} could not be copied for its checkpoint: "
         f"{type(first).__name__}: {first}"
