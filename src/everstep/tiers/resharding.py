@@ -212,7 +212,9 @@ class TieredReader(StorageReader):
             if item.type == LoadItemType.BYTE_IO:
                 key = item.storage_index.fqn
                 _give(planner, item, values.decode(self._value(key), tensors.word))
-        spans = {piece.rank: {} for item in items if (piece := self._piece(item)) is not None}  # type: dict[int, dict[str, tuple[int, Any]]]
+        spans: dict[int, dict[str, tuple[int, Any]]] = {
+            self._piece(item).rank: {} for item in items
+        }
         for rank, where in spans.items():
             for tensor, start, _ in self._open_now.layout(rank).spans():
                 where[tensor.name] = start, tensor
