@@ -305,6 +305,16 @@ def test_all_nodes_are_lost_and_others_come() -> None:
     assert "takes the place" in closed["reason"]
 
 
+def test_a_job_that_waits_for_a_node_in_vain_says_what_is_left() -> None:
+    d = OnNodes(2, spares=0, spare_wait_s=60.0)
+    d.at(4)
+    d.tell(ev.Saved(**d.who(0), step=3, tier=StateFrom.DURABLE))
+    d.lose(1)
+    d.parks(0, 1)
+    d.wait(61.0)
+    assert "ends with the job; a checkpoint of step 3 is left" in d.ended.text
+
+
 # -------------------------------------------------------------------- another coordinator
 
 

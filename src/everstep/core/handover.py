@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from everstep.core import actions as do
 from everstep.core import events as ev
-from everstep.core.job import Job, Phase
+from everstep.core.job import Job, Phase, newest
 from everstep.core.membership import Member
 from everstep.core.nodes import Node, name_nodes
 from everstep.core.reconvene import on_first, on_holder_lost
@@ -207,9 +207,10 @@ def _nobody_came(job: Job, ranks: Sequence[int]) -> str:
     waited = f"and none has come within {wait_s:g} s" if wait_s > 0 else "and none is waited for"
     spares = job.nodes.layout.spares + missing
     step = job.commits.newest[0]
+    kept = f"a checkpoint of step {newest(job.saved)[0]} is left" if job.saved else ""
     lost = (
-        f"the state of step {step}, which the other ranks still hold, ends with the job; a durable "
-        "checkpoint would have kept it"
+        f"the state of step {step}, which the other ranks still hold, ends with the job; "
+        f"{kept or 'a durable checkpoint would have kept it'}"
         if step > 0
         else "nothing is committed yet"
     )
