@@ -120,7 +120,7 @@ class Odd(int):
         (np.datetime64("2026-01-01"), "key is a numpy.datetime64"),
         ("\udc80", "key holds text that is no Unicode"),
     ],
-    ids=str,
+    ids=["object", "function", "odd", "tensor", "array", "array of one", "time", "text"],
 )
 def test_what_is_no_data_is_named(value: Any, where: str) -> None:
     with pytest.raises(UserError) as raised:
