@@ -160,12 +160,12 @@ class TieredWriter(StorageWriter):
 
     def close(self) -> None:
         """Wait for what is on its way, up to `grace_s`, and let go of everything. A process that
-        ends does so by itself. Raises SaveFailed for saves that failed."""
+        ends does so by itself. Raises SaveFailed for saves that failed, or had not ended."""
         with _savers_lock:
             saver = _SAVERS.pop(self.settings, None)
         if saver is not None:
-            saver.wait(self.settings.grace_s)
             try:
+                saver.end(self.settings.grace_s)
                 self.tell(saver.news())
             finally:
                 saver.close(self.settings.grace_s)

@@ -138,11 +138,12 @@ class FileStore:
         """See `Store.sweep`: files that never got their name, where O_TMPFILE is missing."""
         deadline = Deadline(deadline_s)
         removed = 0
-        for path, _, files in os.walk(self._root):
-            deadline.check()
-            for file in files:
-                if file.startswith(_UNNAMED):
-                    removed += _remove_old(Path(path, file), older_than_s)
+        with self._telling("", "sweep"):
+            for path, _, files in os.walk(self._root):
+                deadline.check()
+                for file in files:
+                    if file.startswith(_UNNAMED):
+                        removed += _remove_old(Path(path, file), older_than_s)
         return removed
 
     def close(self) -> None:

@@ -281,10 +281,12 @@ def _locate(
             attempt = Attempt(series=checkpoint.series, step=checkpoint.step, name=name)
             source = Source(tier=tier, store=tier.series.store, attempt=attempt)
             try:
-                there = _sizes(source, checkpoint.parts, name in own, deadline_s)
+                there, lacking = _sizes(source, checkpoint.parts, name in own, deadline_s)
             except StoreError as error:
                 refused.append(_refused(tier, checkpoint.step, str(error)))
                 continue
+            if lacking:
+                refused.append(_refused(tier, checkpoint.step, lacking, damaged=True))
             for part in checkpoint.parts:
                 nbytes = there.get(part.rank)
                 copy = named(tier.name, source.store.where, checkpoint.step, part.rank)
@@ -316,10 +318,10 @@ def _locate(
 
 def _sizes(
     source: Source, parts: Sequence[Part], committed: bool, deadline_s: float
-) -> dict[int, int]:
+) -> tuple[dict[int, int], str]:
     """The bytes of each rank's part that is there. Where the attempt is `committed` in that tier,
-    what the listing lacks is asked for by name."""
-    sizes = {}
+    what the listing lacks is asked for by name; and why the first such is not there."""
+    sizes, lacking = {}, ""
     for entry in source.store.list(source.attempt.prefix, deadline_s=deadline_s):
         part = part_of(entry.key)
         if part is not None and part[2] == "safetensors":
@@ -329,9 +331,9 @@ def _sizes(
             try:
                 key = source.attempt.part(rank, "safetensors")
                 sizes[rank] = source.store.size(key, deadline_s=deadline_s)
-            except Missing:
-                continue
-    return sizes
+            except Missing as error:
+                lacking = lacking or str(error)
+    return sizes, lacking
 
 
 def _refused(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +71,7 @@ class Save:
         self._stops = {tier: threading.Event() for tier in tiers}
         self._staged = {tier: staged.share() for tier in tiers} if staged is not None else {}
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._made: tuple[snapshot.Manifest, tuple[str, ...]] | None = None
         self._changed = threading.Condition()
         self._contents: Contents | None = None
@@ -87,7 +87,7 @@ class Save:
         for digests of all."""
         assert self.layout is not None
         assert self.about is not None
-        with self._lock:
+        with self._making:  # not `_lock`, for which the training may wait
             if self._made is None:
                 made = snapshot.describe(self.area(tier), self.layout, self.about)
                 sha: tuple[str, ...] = ()
@@ -133,6 +133,10 @@ class Save:
         with self._changed:
             self._put.add(tier)
             self._changed.notify_all()
+
+    def is_put(self, tier: str) -> bool:
+        """Whether the part is in the tier."""
+        return tier in self._put
 
     def let_go(self, tier: str) -> None:
         """A tier needs the bytes no more."""
@@ -197,6 +201,8 @@ class Lane:
         self._queue = _Queue()
         self._closed = False
         self.committed = 0
+        self.remarks: deque[str] = deque(maxlen=REMEMBERED)
+        """What a person should know, and has not been told."""
         self._thread: threading.Thread | None = None
 
     def standing(self) -> Standing:
@@ -221,12 +227,17 @@ class Lane:
                 )
                 self._thread.start()
 
-    def give_up(self, attempts: Iterable[str] | None) -> int:
-        """Give up attempts, or all (None). Returns how many were here."""
+    def give_up(self, attempts: Iterable[str] | None) -> list[Save]:
+        """Give up attempts, or all (None). Returns those that were going on here."""
         with self._changed:
             queue = self._queue
             every = [*queue.waiting, *([queue.under_way] if queue.under_way is not None else [])]
-            gone = [s for s in every if attempts is None or s.attempt.name in attempts]
+            gone = [
+                save
+                for save in every
+                if (attempts is None or save.attempt.name in attempts)
+                and not save.stop(self.tier).is_set()
+            ]
             dropped = [save for save in gone if save in queue.waiting]
             for save in dropped:
                 queue.waiting.remove(save)
@@ -237,7 +248,7 @@ class Lane:
             save.end(self.tier, None)
         with self._changed:
             self._changed.notify_all()
-        return len(gone)
+        return gone
 
     def wait_idle(self, deadline_s: float) -> bool:
         """Wait until nothing is in the background; whether that is so."""
@@ -283,36 +294,49 @@ class Lane:
         except Exception as error:  # noqa: BLE001 - whatever it was, it is told, and is not done
             if save.stop(self.tier).is_set():
                 return None
-            return self._failure(save, save.rank, f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            if save.commits or not save.is_put(self.tier):
+                self._say(save, why)
+            return self._failure(save, save.rank, why)
+
+    def _say(self, save: Save, why: str) -> None:
+        """Tell the other ranks why there will be no checkpoint."""
+        try:
+            series = self._stack.series(self.tier)
+            series.fail(save.attempt, save.rank, why, deadline_s=self._stack.settings.deadline_s)
+        except (EverstepError, OSError):
+            pass  # they learn it by their deadline; what went wrong first is what is told here
 
     def _put(self, save: Save) -> Failure | None:
         series, settings = self._stack.series(self.tier), self._stack.settings
         if save.broken:
             series.fail(save.attempt, save.rank, save.broken, deadline_s=settings.deadline_s)
             return self._failure(save, save.rank, save.broken)
-        try:
-            manifest, sha256 = save.manifest(self.tier, signed=self._stack.key is not None)
-            series.put_part(
-                save.attempt,
-                save.rank,
-                save.area(self.tier),
-                manifest,
-                block_sha256=sha256 or None,
-                deadline_s=settings.deadline_s,
-                stop=save.stop(self.tier),
-            )
-        except Exception as error:
-            if not save.stop(self.tier).is_set():
-                series.fail(save.attempt, save.rank, str(error), deadline_s=settings.deadline_s)
-            raise
+        manifest, sha256 = save.manifest(self.tier, signed=self._stack.key is not None)
+        series.put_part(
+            save.attempt,
+            save.rank,
+            save.area(self.tier),
+            manifest,
+            block_sha256=sha256 or None,
+            deadline_s=settings.deadline_s,
+            stop=save.stop(self.tier),
+        )
         save.let_go(self.tier)
         with self._changed:
             self._queue.put.append(save.attempt.name)
         save.mark_put(self.tier)
-        self._stack.staging(self.tier).warm(manifest.nbytes)
-        if self.tier == MEMORY:
-            self._stack.card(anew=True)
+        self._make_ready(manifest.nbytes)
         return self._settle(series, save)
+
+    def _make_ready(self, nbytes: int) -> None:
+        """What the next save will need: warm memory, and where other hosts find this one's."""
+        try:
+            self._stack.staging(self.tier).warm(nbytes)
+            if self.tier == MEMORY:
+                self._stack.card(anew=True)
+        except (EverstepError, OSError):
+            pass  # this save has all that it needs; the next one asks again, and is told
 
     def _settle(self, series: Series, save: Save) -> Failure | None:
         """The part is there: make the checkpoint exist, or learn whether it does."""
@@ -333,8 +357,8 @@ class Lane:
                 )
             except SaveFailed as error:
                 return self._failure(save, -1 if error.rank is None else error.rank, str(error))
-            self._prune(series)
             self._done(checkpoint)
+            self._prune(series, save)
             return None
         outcome = series.outcome(
             save.attempt, committer=0, deadline_s=settings.deadline_s, stop=save.stop(self.tier)
@@ -343,19 +367,25 @@ class Lane:
             return self._failure(save, -1 if outcome.rank is None else outcome.rank, outcome.why)
         return None
 
-    def _prune(self, series: Series) -> None:
+    def _prune(self, series: Series, save: Save) -> None:
         """Remove what is older than what is to stay; hosts' memory does so by itself. That it could
         not is no failure of a save."""
         keep = self._stack.settings.durable_retained
         if self.tier != DURABLE or not keep:
             return
         try:
-            series.prune(keep=keep, older_than_s=_LEFTOVERS_S, now=time.time())
-        except EverstepError as error:
-            warnings.warn(
-                f"old checkpoints at {series.store.where} could not be removed: {error}",
-                SaveWarning,
-                stacklevel=2,
+            series.prune(
+                keep=keep,
+                older_than_s=_LEFTOVERS_S,
+                now=time.time(),
+                saved=save.attempt.step,
+                stop=save.stop(self.tier),
+            )
+        except Stopped:
+            pass  # the next one does it
+        except (EverstepError, OSError) as error:
+            self.remarks.append(
+                f"old checkpoints at {series.store.where} could not be removed: {error}"
             )
 
     def _failure(self, save: Save, rank: int, why: str) -> Failure:

@@ -43,14 +43,18 @@ def load_newest(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    set_aside: bool = True,
 ) -> Receipt:
     """Load the newest whole checkpoint, or that of `step`, into `state`, as `dcp.load` does. When
     a part of it proves lost to any rank, all take the next older one. `state` may be made of the
-    checkpoint's record.
+    checkpoint's record. `set_aside`: newer ones that are damaged, as a training goes on from here;
+    False for who only reads.
 
     Blocks; all ranks of the group call it. Raises `find.NoneThere` where there is none to load,
     StateLost where none can be had."""
     alone = no_dist or not dist.is_initialized()
+    if settings.memory_every and not alone:
+        _introduce(settings, process_group)
     lost: list[PartLost] = []
     while True:
         told = _decide(settings, step, lost, process_group, alone)
@@ -80,9 +84,29 @@ def load_newest(
         receipt = msgspec.structs.replace(
             reader.receipt, refused=(*passed, *reader.receipt.refused)
         )
-        if alone or dist.get_rank(process_group) == 0:
+        if set_aside and (alone or dist.get_rank(process_group) == 0):
             _set_aside(settings, receipt)
         return receipt
+
+
+def _introduce(settings: TierSettings, group: dist.ProcessGroup | None) -> None:
+    """Make the hosts' memories known to each other: an agent that was started again knows of none,
+    and what it does not know of would seem lost. Raises on all ranks what a rank raises."""
+    stack = Stack(settings)
+    try:
+        said: list[Any] = [None] * dist.get_world_size(group)
+        mine: str | EverstepError
+        try:
+            mine = stack.card()
+        except EverstepError as error:
+            mine = error
+        dist.all_gather_object(said, mine, group=group)
+        for each in said:
+            if isinstance(each, EverstepError):
+                raise each
+        stack.memory().introduce(sorted({card for card in said if card}))
+    finally:
+        stack.close()
 
 
 def _set_aside(settings: TierSettings, receipt: Receipt) -> None:

@@ -62,6 +62,7 @@ class Saver:
         }
         self.on_commit: Callable[[str, int], None] | None = None
         """Is told the tier and the step of what this rank has committed, on another thread."""
+        self._over = False
         self._begun = ""
         self._save: Save | None = None
         self.met = ""
@@ -97,9 +98,9 @@ class Saver:
             self._told.extend((name, tier) for tier, name in (*order.displaced, *order.lost))
             self._told.extend((name, tier) for name in order.raised for tier in self._lanes)
         for tier, name in order.displaced:
-            self.counts.displaced += self._lanes[tier].give_up([name])
+            self.counts.displaced += len(self._lanes[tier].give_up([name]))
         for tier, name in order.lost:
-            self.counts.lost += self._lanes[tier].give_up([name])
+            self.counts.lost += len(self._lanes[tier].give_up([name]))
         failures = self._news(order.failures)
         for tier in order.wait:
             if not self._lanes[tier].wait_idle(settings.deadline_s):
@@ -139,20 +140,30 @@ class Saver:
             lane.wait_idle(max(0.0, end - time.monotonic())) for lane in self._lanes.values()
         )
 
+    def end(self, grace_s: float) -> None:
+        """Nothing more is saved: wait up to `grace_s` for what is under way. What has not ended by
+        then is given up, and has failed. May be called twice."""
+        if self._over:
+            return
+        self._over = True
+        if self.wait(grace_s):
+            return
+        why = f"it had not ended after {grace_s:.0f} s; raise grace_s, or save less often"
+        for tier, lane in self._lanes.items():
+            for save in lane.give_up(None):
+                attempt = save.attempt
+                self._note(
+                    Failure(step=attempt.step, tier=tier, attempt=attempt.name, rank=-1, why=why)
+                )
+
     def close(self, grace_s: float) -> None:
-        """Wait up to `grace_s` for what is under way, and let go of everything. Failures that were
-        not told are warnings."""
-        if not self.wait(grace_s):
-            left = [tier for tier, lane in self._lanes.items() if lane.give_up(None)]
-            _warn(
-                f"saves to the {' and '.join(left)} tier had not ended after {grace_s:.0f} s and "
-                "are given up; raise grace_s, or save less often"
-            )
+        """`end`, and let go of everything. Failures that were not told are warnings."""
+        self.end(grace_s)
         for lane in self._lanes.values():
             lane.close(self.stack.settings.deadline_s)
         self._hooks.close(grace_s)
-        for failure in self.news():
-            _warn(str(failure))
+        for text in [*map(str, self.news()), *self._of_lanes()]:
+            _warn(text)
         self.stack.close()
 
     @property
@@ -161,8 +172,16 @@ class Saver:
         return sum(lane.committed for lane in self._lanes.values())
 
     def remarks(self) -> list[str]:
-        """What a person should know of the memory tier, since the last call."""
-        return self.stack.memory().notes() if MEMORY in self._lanes else []
+        """What a person should know of the tiers, since the last call."""
+        near = self.stack.memory().notes() if MEMORY in self._lanes else []
+        return near + self._of_lanes()
+
+    def _of_lanes(self) -> list[str]:
+        found = []
+        for lane in self._lanes.values():
+            while lane.remarks:
+                found.append(lane.remarks.popleft())
+        return found
 
     def _meet(self, cards: Sequence[str]) -> None:
         """Make the hosts' memory tiers known to each other."""

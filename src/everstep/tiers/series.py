@@ -236,17 +236,21 @@ class Series(Reader):
         keep: int,
         older_than_s: float,
         now: float,
+        saved: int | None = None,
         deadline_s: float = PRUNE_DEADLINE_S,
         stop: threading.Event | None = None,
     ) -> Pruned:
         """Remove all but the `keep` newest whole checkpoints (0: none is removed), and leftovers:
         attempts that never became one and have not changed for `older_than_s`, or are of a step
         older than all that is kept. The newest whole one stays whatever is asked. `now`: seconds
-        since 1970. Raises Stopped, StoreError; what was to go and is still there goes the next
-        time."""
+        since 1970. `saved`: the step that a training has just saved: it stays, and what is newer,
+        since a training that went back saves smaller ones. Raises Stopped, StoreError; what was to
+        go and is still there goes the next time."""
         deadline = self.deadline(deadline_s, stop)
         found = plan.sort(self.name, self.store.list(f"{self.name}/", deadline_s=deadline.left()))
         oldest = self._oldest_kept(found, keep, deadline)
+        if oldest is not None and saved is not None:
+            oldest = min(oldest, saved)
         drop = [step for step in sorted(found.commits) if oldest is not None and step < oldest]
         for step in drop:  # from here on it does not exist; its parts are leftovers like others
             self._delete(found.commits[step].key, deadline)

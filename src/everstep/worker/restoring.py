@@ -37,7 +37,6 @@ from everstep.tiers.catalog import Checkpoint, Whole
 from everstep.tiers.newest import SetAside, load_newest
 from everstep.tiers.receipt import Receipt
 from everstep.tiers.settings import TierSettings
-from everstep.tiers.stack import Stack
 from everstep.wire import messages
 from everstep.worker import codec, contents
 from everstep.worker.contents import RankOnly
@@ -73,8 +72,6 @@ def restore(worker: Worker, settings: TierSettings) -> Receipt | None:
 
     tape, worker.communicators.tape = worker.communicators.tape, None  # no replacement does this
     try:
-        if settings.memory_every:
-            _introduce(settings)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SetAside)  # the receipt says why
             receipt = load_newest(targets, settings)
@@ -117,18 +114,6 @@ def _world(worker: Worker) -> int:
 
 def _say(worker: Worker, loaded: messages.Loaded) -> None:
     worker.control.send(loaded)
-
-
-def _introduce(settings: TierSettings) -> None:
-    """Make the hosts' memories known to each other, as they may all have begun anew."""
-    stack = Stack(settings)
-    try:
-        memory = stack.memory()
-        cards: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(cards, memory.card())
-        memory.introduce(sorted({card for card in cards if card}))
-    finally:
-        stack.close()
 
 
 def _common_tier(receipt: Receipt) -> Literal["memory", "durable"]:
