@@ -101,8 +101,8 @@ def _start(directory: Path) -> tuple[subprocess.Popen[bytes], int]:
     command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3.ip.bind=127.0.0.1"]
     command += [f"-{name}.port={ports[name]}" for name in names]
     command += [f"-{name}.port.grpc={ports[f'{name}.grpc']}" for name in names]
-    command += [f"-s3.config={config}", "-s3.port.iceberg=0", "-master.telemetry=false"]
-    command += ["-master.volumeSizeLimitMB=512", "-volume.max=40"]
+    command += [f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=512", "-volume.max=40"]
     command += ["-master.electionTimeout=1s", "-master.heartbeatInterval=100ms"]
     with (directory / "weed.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
