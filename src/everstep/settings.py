@@ -193,8 +193,8 @@ class RunSettings:
     half an hour."""
 
     build_timeout_s: float = 10.0
-    """Seconds one attempt to build a communicator may take. Short: its peers are known to be alive
-    and waiting."""
+    """Seconds one attempt to build a communicator may take, from when all its ranks have come to
+    where the script makes it. Short: they are known to be alive and waiting."""
 
     quiesce_timeout_s: float = 5.0
     """Seconds an aborted communicator's work may take to let go of its tensors. Short: its sockets

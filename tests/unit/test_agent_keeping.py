@@ -35,6 +35,7 @@ def spec_of(rank: int, incarnation: int, **more: Any) -> m.WorkerSpec:
         "record": False,
         "collective_timeout_s": 1.0,
         "build_timeout_s": 1.0,
+        "meet_timeout_s": 1.0,
         "quiesce_timeout_s": 1.0,
         **more,
     }

@@ -37,6 +37,7 @@ def spec(
         record=False,
         collective_timeout_s=1.0,
         build_timeout_s=1.0,
+        meet_timeout_s=1.0,
         quiesce_timeout_s=1.0,
     )
 

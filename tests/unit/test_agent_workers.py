@@ -33,6 +33,7 @@ def spec(progress: ProgressFile) -> WorkerSpec:
         record=False,
         collective_timeout_s=1.0,
         build_timeout_s=1.0,
+        meet_timeout_s=1.0,
         quiesce_timeout_s=1.0,
     )
 

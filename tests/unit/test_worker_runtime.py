@@ -1,7 +1,9 @@
-"""What a worker tells of a failure: one short line for people, and all of it as detail."""
+"""What a worker tells of a failure, one short line for people and all of it as detail; and how long
+it waits for others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +11,9 @@ import pytest
 
 from everstep.types import CauseKind
 from everstep.wire import messages
+from everstep.worker import runtime
 from everstep.worker.control import Stopped
+from everstep.worker.groups import OuterGroup
 from everstep.worker.runtime import Worker, exception_cause
 
 
@@ -38,6 +42,34 @@ def test_a_broken_collective_is_told_shortly_and_kept_whole() -> None:
 
 def test_a_collective_that_was_stopped_is_no_fault() -> None:
     assert told(Stopped(3)) == []
+
+
+@pytest.mark.parametrize(("generation", "timeout_s"), [(3, 900.0), (4, 10.0)])
+def test_ranks_come_late_to_a_group_that_the_script_makes_and_never_to_a_recovery(
+    generation: int, timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    spec = SimpleNamespace(
+        generation=3,
+        meet_timeout_s=900.0,
+        build_timeout_s=10.0,
+        collective_timeout_s=600.0,
+        host="127.0.0.1",
+    )
+    worker = SimpleNamespace(
+        spec=spec,
+        device=None,
+        control=SimpleNamespace(exchange=lambda *args: waited.append(args[-1])),
+    )
+
+    def build(rank: int, size: int, exchange: Callable[[bytes], object], **more: object) -> None:
+        exchange(b"")
+        assert more["build_timeout_s"] == 10.0, "they are all there"
+
+    monkeypatch.setattr(runtime, "GlooInner", build)
+    group = SimpleNamespace(name="of ranks 0, 1", rank=lambda: 0, size=lambda: 2)
+    Worker._make_inner(cast("Worker", worker), cast("OuterGroup", group), generation)
+    assert waited == [timeout_s]
 
 
 class Odd(Exception):

@@ -204,6 +204,8 @@ def worker_spec(
         record=settings.record,
         collective_timeout_s=settings.collective_timeout_s,
         build_timeout_s=settings.build_timeout_s,
+        # Set-up has its time from when all nodes are there; the coordinator ends it.
+        meet_timeout_s=settings.setup_timeout_s + settings.spare_wait_s,
         quiesce_timeout_s=settings.quiesce_timeout_s,
         tape=heritage.tape,
         device=settings.device,

@@ -99,9 +99,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     where it stands. `record`: report a digest of what each step returned and consumed (for
     `everstep prove`). `stacks_path`: the file to which it writes its stacks when a signal asks for
     them; empty: it doesn't. `tape`: for a joiner, what its rank was told. `collective_timeout_s`,
-    `build_timeout_s`: of the inner groups. `faults`: those still to fire on this rank. `device`:
-    the setting. `host`: the address at which its communicators listen. `local_world_size`: ranks on
-    its node."""
+    `build_timeout_s`: of the inner groups. `meet_timeout_s`: how long the ranks of a group may take
+    to come to where the script makes it. `faults`: those still to fire on this rank. `device`: the
+    setting. `host`: the address at which its communicators listen. `local_world_size`: ranks on its
+    node."""
 
     run_id: str
     rank: int
@@ -118,6 +119,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     record: bool
     collective_timeout_s: float
     build_timeout_s: float
+    meet_timeout_s: float
     quiesce_timeout_s: float
     stacks_path: str = ""
     tape: tuple[Told, ...] = ()

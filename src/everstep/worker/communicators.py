@@ -361,7 +361,7 @@ class Communicators:
             for builder in builders:
                 builder.start()
             while not all(b.finished for b in builders) and self.stopped < generation:
-                self._changed.wait()  # bounded: builders end by the inner group's build timeout
+                self._changed.wait()  # bounded: builders end by their exchange's and build timeouts
             stopped = self.stopped >= generation
             ended = [b for b in builders if b.finished]
             for builder in builders:

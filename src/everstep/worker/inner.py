@@ -141,7 +141,7 @@ def _listening_device(host: str) -> tuple[Any, sockets.Address]:
 
 class GlooInner:
     """A ProcessGroupGloo of one generation. The constructor blocks until all members are connected
-    (bounded by `build_timeout_s`); call it on a builder thread."""
+    (bounded by the exchange's deadline, and `build_timeout_s`); call it on a builder thread."""
 
     def __init__(
         self,

@@ -101,10 +101,13 @@ class Worker:
 
     def _make_inner(self, group: OuterGroup, generation: int) -> Inner:
         spec = self.spec
+        # Where the script makes a group its ranks come when they come; in a recovery all wait.
+        made = generation == spec.generation
+        timeout_s = spec.meet_timeout_s if made else spec.build_timeout_s
 
         def exchange_as(name: str) -> Exchange:
             return lambda payload: self.control.exchange(
-                generation, name, group.rank(), group.size(), payload, spec.build_timeout_s
+                generation, name, group.rank(), group.size(), payload, timeout_s
             )
 
         def begun(inner: Inner) -> None:
