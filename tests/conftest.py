@@ -25,10 +25,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from tests import buckets
+
+if TYPE_CHECKING:
+    from tests.buckets import Bucket
 
 # A time for one example says how busy the machine is; pytest-timeout bounds the whole test.
 hypothesis.settings.register_profile("everstep", deadline=None)
@@ -114,9 +117,11 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[buckets.Bucket]:
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
     """An object store on loopback, one for all tests of this process. To be asked for by a test or
     its module by name, not on the way: else it would be taken for what the test leaves behind."""
+    from tests import buckets  # not all that is run with this file has them
+
     with buckets.serve(tmp_path_factory.mktemp("bucket")) as server:
         yield server
 

@@ -428,5 +428,5 @@ async def test_a_range_without_a_free_port_is_refused() -> None:
     news = News()
     with socket.create_server((LOCAL, 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match="no port"):
+        with pytest.raises(UserError, match=f"port {port} is not free"):
             Agent(news, 1, ports=range(port, port + 1))
