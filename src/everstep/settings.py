@@ -161,6 +161,10 @@ class RunSettings:
     """Let no budget of incidents end the job; only 20 failed attempts in a row without a fault on
     purpose still do. Off: a job that only fails should end. `everstep prove` sets it."""
 
+    own_series: bool = False
+    """Keep checkpoints under the run's own name, so that it begins at no other run's. Off: the same
+    script goes on where it was. `everstep prove` sets it."""
+
     shm_dir: str = "/dev/shm"
     """Directory in memory for the files in which workers show where they stand. Where Linux has its
     tmpfs."""

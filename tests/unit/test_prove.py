@@ -151,7 +151,7 @@ def test_the_three_runs_are_two_clean_and_one_with_the_faults(proof: Proof) -> N
     proof.prove()
     assert [job.run_id for job in proof.started] == ["p-clean-1", "p-clean-2", "p-faulted"]
     assert [job.chaos for job in proof.started] == [(), (), FAULTS]
-    assert all(job.record and job.lift_budgets for job in proof.started)
+    assert all(job.record and job.lift_budgets and job.own_series for job in proof.started)
 
 
 def other_loss(run: Run) -> None:

@@ -209,6 +209,7 @@ def worker_spec(
         quiesce_timeout_s=settings.quiesce_timeout_s,
         tape=heritage.tape,
         device=settings.device,
+        own_series=settings.own_series,
     )
 
 

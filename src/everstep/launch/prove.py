@@ -316,7 +316,9 @@ def _plan(settings: RunSettings, faults: Sequence[ChaosSpec]) -> tuple[RunSettin
             f"the run id {longest!r} of the third run is longer than 64 characters; "
             "shorten --run-id"
         )
-    base = dataclasses.replace(settings, record=True, lift_budgets=True, quiet=True, chaos=())
+    base = dataclasses.replace(
+        settings, record=True, lift_budgets=True, own_series=True, quiet=True, chaos=()
+    )
     jobs = [dataclasses.replace(base, run_id=f"{settings.run_id}-{suffix}") for suffix in RUNS]
     jobs[2] = dataclasses.replace(jobs[2], chaos=tuple(faults))
     return tuple(jobs)

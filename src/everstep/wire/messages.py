@@ -102,7 +102,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     `build_timeout_s`: of the inner groups. `meet_timeout_s`: how long the ranks of a group may take
     to come to where the script makes it. `faults`: those still to fire on this rank. `device`: the
     setting. `host`: the address at which its communicators listen. `local_world_size`: ranks on its
-    node."""
+    node. `own_series`: the setting."""
 
     run_id: str
     rank: int
@@ -126,6 +126,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     host: str = "127.0.0.1"
     local_world_size: int = 1
+    own_series: bool = False
 
 
 class Load(Message):

@@ -267,8 +267,9 @@ class Run:
         from everstep.worker.restoring import restore
         from everstep.worker.saves import Saves  # takes torch's distributed checkpoint along
 
+        script = Path(worker.spec.script.target).stem
         settings = TierSettings(
-            series=series or Path(worker.spec.script.target).stem,
+            series=worker.spec.run_id if worker.spec.own_series else series or script,
             destination=destination,
             memory_every=memory_every,
             durable_every=durable_every,
