@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from tests.unit import fake_dcp
+from tests.unit.checkpoints import DictStore, Made, draft
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -291,6 +293,15 @@ def test_a_part_of_a_checkpoint_is_loaded(settings: TierSettings) -> None:
 
 
 # ------------------------------------------------------------ which one is loaded
+
+
+def test_elements_of_another_size_than_their_type_has_are_refused(settings: TierSettings) -> None:
+    store, kept = FileStore(Path(settings.destination)), DictStore()
+    draft(7, {"w": Made(shape=(2,), data=b"12345678", dtype="torch.float16")}).put(kept)
+    for key, data in kept.objects.items():
+        store.put(key, [memoryview(data)], deadline_s=PATIENCE_S)
+    with pytest.raises(CheckpointException, match="4 bytes for each element"):
+        dcp_load({"w": torch.zeros(2, dtype=torch.float16)}, storage_reader=TieredReader(settings))
 
 
 def test_the_newest_is_loaded_and_a_step_where_it_is_asked_for(settings: TierSettings) -> None:

@@ -29,6 +29,7 @@ from everstep.tiers.incoming import Incoming, bring_in
 from everstep.tiers.load import Opened, open_newest
 from everstep.tiers.series import Series
 from everstep.tiers.slabs import Reading
+from everstep.tiers.store import Refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -129,6 +130,14 @@ def test_an_export_overwrites_nothing_and_leaves_nothing_half_done(tmp_path: Pat
     assert list(other.iterdir()) == []
     with pytest.raises(UserError, match="no tensor's key begins"):
         huggingface.write(source, other, prefix="none.")
+
+
+def test_elements_of_another_size_than_their_type_has_are_refused(tmp_path: Path) -> None:
+    store = DictStore()
+    draft(7, {"w": Made(shape=(2,), data=b"12345678", dtype="torch.float16")}).put(store)
+    with pytest.raises(Refused, match="w: an element of F16 has not 4 bytes"):
+        huggingface.write(Reading(open_newest([tier(store)])), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("part_bytes", [100, 1 << 30])

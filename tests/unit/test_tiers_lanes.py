@@ -19,7 +19,7 @@ from everstep.tiers.dcp import TieredWriter
 from everstep.tiers.files import FileStore
 from everstep.tiers.lanes import SaveWarning
 from everstep.tiers.names import new_attempt
-from everstep.tiers.policy import DURABLE, MEMORY
+from everstep.tiers.policy import DURABLE, MEMORY, Failure, Standing, Wish, decide
 from everstep.tiers.series import SaveFailed, Series
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.staging import Own, Staging
@@ -171,3 +171,32 @@ def test_what_has_not_ended_with_the_grace_has_failed(
         with pytest.warns(SaveWarning, match=words):
             writer.close()
     assert (saver.counts.failed, saver.committed, steps(settings)) == (1, 0, [])
+
+
+def test_no_room_for_a_copy_is_a_failed_save_for_all(
+    settings: TierSettings, writers: list[fake_dcp.Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not an error on one rank, which would leave the others alone in the next step."""
+    monkeypatch.setattr(writers[1].own, "take", refusing(Full("all of it is taken")))
+    save(writers, 1)
+    assert steps(settings) == []
+    for writer in writers:
+        with pytest.raises(SaveFailed, match=r"step 1 .*rank 1.*all of it is taken"):
+            writer.check()
+
+
+def test_why_a_save_failed_is_told_also_where_it_is_given_up(
+    settings: TierSettings, writers: list[fake_dcp.Writer]
+) -> None:
+    """One rank waits for the part of another that has failed, when the next save comes."""
+    failure = Failure(step=1, tier=DURABLE, attempt="a", rank=1, why="full")
+    busy = {DURABLE: Standing(under_way="a")}
+    wishes = [
+        Wish(rank=0, step=2, standing=busy),
+        Wish(rank=1, step=2, standing={}, known=(failure,)),
+    ]
+    order = decide(wishes, settings, "b")
+    assert order.lost == ((DURABLE, "a"),)
+    for writer in writers:
+        assert writer.own.obey(order) == [failure]
+        assert writer.own.obey(order) == []

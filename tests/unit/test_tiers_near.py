@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.unit import fake_dcp
 from tests.unit.memorydesks import Hosts
 from torch.distributed.tensor import Shard
 
+from everstep.errors import StateLost
+from everstep.tiers import newest
 from everstep.tiers.find import decide
 from everstep.tiers.load import load
 from everstep.tiers.settings import TierSettings
@@ -163,3 +166,34 @@ def test_saves_leave_nothing_in_memory_but_what_is_retained(
     for name in HOSTS:
         hosts.stop(name)
     assert not [path for path in (tmp_path / "shm").rglob("*") if path.is_file()]
+
+
+def test_a_load_makes_hosts_known_to_one_that_has_begun_anew(
+    hosts: Hosts,
+    ranks: Callable[[TierSettings], list[fake_dcp.Writer]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it does not know of would seem lost, and be set aside."""
+    settings = TierSettings(series="run", memory_every=1, copies=1)
+    writers = ranks(settings)
+    save(writers, 1)
+    for writer in writers:
+        writer.own.close(PATIENCE_S)
+    hosts.stop("one", keep=True)
+    hosts.start("one")
+    stacks = [HostStack(settings, hosts, name) for name in HOSTS]
+    with pytest.raises(StateLost, match=r"no tier has the parts of ranks \[1\] whole"):
+        decide(stacks[0].tiers(), deadline_s=PATIENCE_S)
+    cards = [stack.card() for stack in stacks]
+    monkeypatch.setattr(newest, "Stack", lambda _: HostStack(settings, hosts, "one"))
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    gathered = {cards[0]: cards}
+    monkeypatch.setattr(
+        dist,
+        "all_gather_object",
+        lambda into, mine, group: into.__setitem__(slice(None), gathered[mine]),
+    )
+    newest._introduce(settings, None)
+    assert decide(stacks[0].tiers(), deadline_s=PATIENCE_S).checkpoint.step == 1
+    for stack in stacks:
+        stack.close()

@@ -79,8 +79,7 @@ class Again:
 
     def save(self, state: dict[str, Any], step: int) -> None:
         """Save `state`, as `dcp.save` does with the writer; all ranks call it. What one rank can't
-        save is raised on all; that it has no room for the copy, on that rank alone, where the plan
-        was kept: the others hear it in the next save."""
+        save is raised on all."""
         alone = not dist.is_initialized()
         rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
         writer = self._writer

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from everstep import snapshot
-from everstep.errors import UserError
+from everstep.errors import EverstepError, UserError
 from everstep.tiers import names, policy, tensors
 from everstep.tiers.again import Again
 from everstep.tiers.lanes import Contents, Save, SaveWarning
@@ -281,15 +281,21 @@ class TieredWriter(StorageWriter):
         try:
             yield
         except BaseException as error:
-            self.saver.add(self._save(order, broken=f"{type(error).__name__}: {error}"))
+            broken = f"{type(error).__name__}: {error}"
+            self.saver.add(self._save(order, broken=broken, raised=True))
             raise
 
     def copy(
         self, order: Order, layout: snapshot.Layout, sources: Mapping[str, torch.Tensor]
     ) -> None:
         """Copy the tensors (by their names in the part), and let the save go on. Blocks for the
-        copy. Raises as `Staging.take`."""
-        staged = self.saver.take(order.tiers, layout.nbytes)
+        copy. Where there is no room for it the save has failed, as others fail later on."""
+        try:
+            staged = self.saver.take(order.tiers, layout.nbytes)
+        except (EverstepError, OSError) as error:
+            save = self._now.save = self._save(order, broken=str(error))
+            self.saver.add(save)
+            return
         began = time.perf_counter()
         try:
             area = staged.area

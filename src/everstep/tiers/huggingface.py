@@ -26,6 +26,7 @@ from everstep.errors import UserError
 from everstep.snapshot import MAX_HEADER_BYTES, MAX_TENSORS
 from everstep.tiers.incoming import Incoming
 from everstep.tiers.slabs import Reading
+from everstep.tiers.store import Refused
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -151,7 +152,9 @@ def _write_file(path: Path, reading: Reading, keys: list[str], named: dict[str, 
     end = 0
     for key in order:
         start, end = end, end + _nbytes(reading, key)
-        word, _ = _word(key, tensors[key].dtype)
+        word, size = _word(key, tensors[key].dtype)
+        if reading.item_bytes(key) not in (0, size):  # 0: it has no elements
+            raise Refused(f"{key}: an element of {word} has not {reading.item_bytes(key)} bytes")
         header[named[key]] = _Entry(dtype=word, shape=tensors[key].shape, data_offsets=(start, end))
     text = msgspec.json.encode(header)
     text += b" " * (-(_LENGTH.size + len(text)) % 64)

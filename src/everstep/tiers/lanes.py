@@ -51,7 +51,8 @@ class Contents:
 
 
 class Save:
-    """One rank's part of one checkpoint, on its way. `broken`: why there is none. Any thread."""
+    """One rank's part of one checkpoint, on its way. `broken`: why there is none; `raised`: which
+    its script has been told. Any thread."""
 
     def __init__(
         self,
@@ -64,10 +65,11 @@ class Save:
         about: snapshot.About | None,
         commits: bool,
         broken: str = "",
+        raised: bool = False,
     ) -> None:
         self.attempt, self.rank, self.tiers = attempt, rank, tuple(tiers)
         self.layout, self.about = layout, about
-        self.commits, self.broken = commits, broken
+        self.commits, self.broken, self.raised = commits, broken, raised
         self._stops = {tier: threading.Event() for tier in tiers}
         self._staged = {tier: staged.share() for tier in tiers} if staged is not None else {}
         self._lock = threading.Lock()
@@ -277,7 +279,7 @@ class Lane:
             failure = self._do(save)
             save.let_go(self.tier)
             given_up = save.stop(self.tier).is_set()
-            if failure is not None and not save.broken and not given_up:
+            if failure is not None and not save.raised and not given_up:
                 self._report(failure)
             with self._changed:
                 self._queue.under_way = None

@@ -39,7 +39,7 @@ from torch.futures import Future
 from everstep.errors import PeerError
 from everstep.snapshot import BLOCK_BYTES
 from everstep.tiers import tensors, values
-from everstep.tiers.catalog import Checkpoint, Piece
+from everstep.tiers.catalog import Checkpoint, Piece, check_piece
 from everstep.tiers.find import Told
 from everstep.tiers.load import Opened, Wanted, open_newest, open_told
 from everstep.tiers.receipt import Receipt
@@ -222,13 +222,16 @@ class TieredReader(StorageReader):
         for item in sorted(items, key=lambda item: self._order(item, spans)):
             piece = self._piece(item)
             start, tensor = spans[piece.rank].get(piece.name, (0, None))
-            whole = self._open_now.checkpoint.tensors[item.storage_index.fqn]
-            if tensor is None or (tensor.shape, tensor.dtype) != (piece.shape, whole.dtype):
+            key = item.storage_index.fqn
+            whole = self._open_now.checkpoint.tensors[key]
+            check_piece(key, whole, piece, tensor)
+            dtype = tensors.dtype_named(whole.dtype)
+            if dtype.itemsize != tensor.item_bytes:
                 raise Refused(
-                    f"rank {piece.rank}'s part has no {piece.name!r} of shape {piece.shape} and "
-                    f"{whole.dtype}, as the checkpoint's manifest says"
+                    f"{key!r}: rank {piece.rank}'s part has {tensor.item_bytes} bytes for each "
+                    f"element of {dtype}, which has {dtype.itemsize}"
                 )
-            taken += batch.add(item, piece, start, tensors.dtype_named(whole.dtype), planner)
+            taken += batch.add(item, piece, start, dtype, planner)
             if taken >= _BATCH_BYTES:
                 batch.read()
                 taken = 0

@@ -94,8 +94,10 @@ class Saver:
         settings = self.stack.settings
         self.counts.skipped += len(order.skipped)
         self._meet(order.cards)
+        failed = {(failure.attempt, failure.tier) for failure in order.failures}
         with self._lock:  # that an attempt was given up may be seen as a failure before it is told
-            self._told.extend((name, tier) for tier, name in (*order.displaced, *order.lost))
+            given_up = [(name, tier) for tier, name in (*order.displaced, *order.lost)]
+            self._told.extend(each for each in given_up if each not in failed)
             self._told.extend((name, tier) for name in order.raised for tier in self._lanes)
         for tier, name in order.displaced:
             self.counts.displaced += len(self._lanes[tier].give_up([name]))

@@ -43,8 +43,9 @@ class TierSettings:
     """Checkpoints that stay at the destination; 0: all. The newest whole one always stays."""
 
     memory_share: float = 0.5
-    """Most of the host's memory (of its control group, where that has a limit) that checkpoints may
-    take, all ranks of the host together. Half: the training needs the rest."""
+    """Most of the host's memory (of its control group, where that has a limit) that copies on their
+    way to the destination may take, all ranks of the host together. Half: the training needs the
+    rest. What is kept in memory has the agent's limit (`everstep agent --memory-share`)."""
 
     on_busy: Policy = "newest"
     """What a save does while an earlier one is still on its way to the destination. `newest`: it
