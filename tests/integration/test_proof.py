@@ -123,6 +123,7 @@ def test_the_same_rank_again_and_again(clean: Clean, tmp_path: Path) -> None:
     assert_same_run(clean(), result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_small_worlds(nproc: int, tmp_path: Path) -> None:
     (tmp_path / "clean").mkdir()

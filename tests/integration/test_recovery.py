@@ -65,6 +65,7 @@ def test_a_result_that_nobody_can_have_again_is_nan(option: str, tmp_path: Path)
     assert notes & {"result-lost-1-6", "lost-after-update"}
 
 
+@pytest.mark.slow
 def test_replacements_that_never_make_it_end_the_job(tmp_path: Path) -> None:
     result = run_script(
         tmp_path,

@@ -280,6 +280,7 @@ def test_a_stop_frees_the_main_thread_and_the_next_generation_is_correct(name: s
     _run_stops([name] * 2)
 
 
+@pytest.mark.slow
 def test_descriptors_and_threads_stay_flat_over_thirty_stops() -> None:
     steady = [name for name in NAMES if name not in ("recv any source", "send")]
     for held in _run_stops((steady * 4)[:30]):
@@ -318,6 +319,7 @@ def _summing(me: Member) -> None:
     _until_hung_up(me)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_never_sends_what_it_was_filled_with() -> None:
     """A peer whose collective ends well has the true sum, though another rank was stopped in
     the middle of sending: the connections are shut before its tensors are filled."""

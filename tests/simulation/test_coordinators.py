@@ -52,6 +52,7 @@ def returns(outcome: Outcome) -> list[bool]:
     return [line["undisturbed"] for line in lines if line["event"] == "coordinator_resumed"]
 
 
+@pytest.mark.slow
 def test_the_schedules_reach_what_they_are_for() -> None:
     found, back = coverage(), Counter[bool]()
     for outcome in outcomes():

@@ -37,6 +37,7 @@ def coverage() -> Coverage:
     return found
 
 
+@pytest.mark.slow
 def test_the_schedules_reach_what_they_are_for() -> None:
     found = coverage()
     print(found.table())

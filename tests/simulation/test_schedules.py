@@ -57,6 +57,7 @@ def coverage() -> Coverage:
     return found
 
 
+@pytest.mark.slow
 def test_the_schedules_reach_what_they_are_for() -> None:
     """A simulation that never recovers proves nothing: count what the first 1,200 have met."""
     found = coverage()
