@@ -104,6 +104,21 @@ def test_replacements_start_while_a_copy_is_awaited() -> None:
     ]
 
 
+def test_a_spare_that_lends_what_it_has_found_is_known_to_those_that_take_it() -> None:
+    """Two empty nodes have taken the slots; the one that comes back with the copies has none."""
+    d = Stamped(nnodes=2, spares=2)
+    d.at(4)
+    d.lose(1)
+    d.lose(0)
+    d.comes(4, ALL, host="h0")
+    for rank in d.ranks:
+        d.join(rank)
+    assert {d.node_of[rank] for rank in d.ranks} == {2, 3}
+    assert d.one(do.SendRegroup).plan.step == 4
+    guardians = d.got(do.SendPeers, everything=True)[-1].guardians
+    assert guardians == {2: 3, 3: 2, 4: None}
+
+
 def test_nobody_comes_and_the_job_ends_with_what_was_awaited() -> None:
     d = all_lost()
     d.wait(MINUTE_S - 1)

@@ -184,6 +184,12 @@ class CopyTable:
         known = self._steps.get(step)
         return [] if known is None else sorted(known.nodes.get(rank, ()))
 
+    @property
+    def holders(self) -> set[int]:
+        """The nodes that have copies."""
+        kept = (nodes for known in self._steps.values() for nodes in known.nodes.values())
+        return {node for nodes in kept for node in nodes}
+
     def lost_on(self, rank: int, step: int) -> Collection[str]:
         """The hosts of lost nodes that had a copy of `rank` at `step`, where no other is left."""
         known = self._steps.get(step, _Step())

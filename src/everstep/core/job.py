@@ -188,7 +188,9 @@ class Job:
         self.placement = placement
         at = {site.slot: site.node for site in sites}
         keeper = {slot: at[other] for slot, other in placement.neighbours().items()}
-        self.out.put(do.SendPeers(guardians={at[slot]: keeper.get(slot) for slot in at}))
+        beside = dict.fromkeys(self.copies.holders)  # a spare may have found what it must lend
+        guardians = beside | {at[slot]: keeper.get(slot) for slot in at}
+        self.out.put(do.SendPeers(guardians=guardians))
         return keeper
 
     def _site(self, slot: int) -> Site | None:
