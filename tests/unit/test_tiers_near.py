@@ -18,9 +18,10 @@ from everstep.errors import StateLost
 from everstep.tiers import newest
 from everstep.tiers.find import decide
 from everstep.tiers.load import load
+from everstep.tiers.series import SaveFailed
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.stack import Stack
-from everstep.tiers.store import Store
+from everstep.tiers.store import Full, Store
 
 PATIENCE_S = 30.0
 HOSTS = ("one", "two")
@@ -197,3 +198,29 @@ def test_a_load_makes_hosts_known_to_one_that_has_begun_anew(
     assert decide(stacks[0].tiers(), deadline_s=PATIENCE_S).checkpoint.step == 1
     for stack in stacks:
         stack.close()
+
+
+def test_a_full_memory_takes_nothing_from_the_destination(
+    hosts: Hosts,
+    tmp_path: Path,
+    ranks: Callable[[TierSettings], list[fake_dcp.Writer]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = TierSettings(
+        series="run", destination=str(tmp_path / "far"), memory_every=1, durable_every=1
+    )
+    writers = ranks(settings)
+
+    def full(*args: object, **more: object) -> None:
+        raise Full("all of it is taken")
+
+    monkeypatch.setattr(writers[1].own.stack.memory(), "reserve", full)
+    states = [{"w": fake_dcp.shard_of(torch.ones(4), r, (2,), [Shard(0)])} for r in range(2)]
+    fake_dcp.save(states, writers, 1)
+    for writer in writers:
+        assert writer.wait(PATIENCE_S)
+        with pytest.raises(SaveFailed, match=r"memory tier failed \(rank 1\).*it is taken"):
+            writer.check()
+    stack = HostStack(settings, hosts, "one")
+    assert (stack.series("memory").steps(), stack.series("durable").steps()) == ([], [1])
+    stack.close()

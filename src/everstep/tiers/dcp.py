@@ -51,6 +51,7 @@ from everstep.tiers.saver import Saver
 from everstep.tiers.series import SaveFailed
 from everstep.tiers.settings import TierSettings
 from everstep.tiers.stack import Stack
+from everstep.tiers.staging import Staged
 from everstep.tiers.steps import step_of
 
 __all__ = ["TieredReader", "TieredWriter", "load_newest"]
@@ -289,20 +290,34 @@ class TieredWriter(StorageWriter):
         self, order: Order, layout: snapshot.Layout, sources: Mapping[str, torch.Tensor]
     ) -> None:
         """Copy the tensors (by their names in the part), and let the save go on. Blocks for the
-        copy. Where there is no room for it the save has failed, as others fail later on."""
-        try:
-            staged = self.saver.take(order.tiers, layout.nbytes)
-        except (EverstepError, OSError) as error:
-            save = self._now.save = self._save(order, broken=str(error))
-            self.saver.add(save)
-            return
+        copy. In a tier that has no room for it the save has failed, as others fail later on."""
+        tiers = order.tiers
+        while tiers:
+            try:
+                staged = self.saver.take(tiers, layout.nbytes)
+            except (EverstepError, OSError) as error:
+                self._now.save = self._save(order, tiers=tiers[:1], broken=str(error))
+                self.saver.add(self._now.save)
+                tiers = tiers[1:]  # a destination must not wait for memory that is full
+            else:
+                self._fill(staged, order, tiers, layout, sources)
+                return
+
+    def _fill(
+        self,
+        staged: Staged,
+        order: Order,
+        tiers: Sequence[str],
+        layout: snapshot.Layout,
+        sources: Mapping[str, torch.Tensor],
+    ) -> None:
         began = time.perf_counter()
         try:
             area = staged.area
             area[: len(layout.header)] = layout.header
             for tensor, start, end in layout.spans():
                 tensors.fill(area[start:end], sources[tensor.name])
-            save = self._now.save = self._save(order, layout=layout, staged=staged)
+            save = self._now.save = self._save(order, tiers=tiers, layout=layout, staged=staged)
         finally:
             staged.release()  # the save holds it
         self.saver.counts.nbytes += layout.nbytes
@@ -327,10 +342,9 @@ class TieredWriter(StorageWriter):
         return Save(
             attempt=Attempt(series=self.settings.series, step=order.step, name=order.attempt),
             rank=rank,
-            tiers=order.tiers,
             about=about,
             commits=self._now.commits,
-            **{"layout": None, "staged": None, **more},
+            **{"tiers": order.tiers, "layout": None, "staged": None, **more},
         )
 
 

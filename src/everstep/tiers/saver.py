@@ -113,10 +113,9 @@ class Saver:
         return failures
 
     def take(self, tiers: Sequence[str], nbytes: int) -> Staged:
-        """Memory for the copy; of the memory tier where that takes part, as its part then lies
-        where it stays. Raises as `Staging.take`."""
-        tier = MEMORY if MEMORY in tiers else DURABLE
-        return self.stack.staging(tier).take(nbytes)
+        """Memory for the copy to `tiers`, the nearest first; of the memory tier where that takes
+        part, as its part then lies where it stays. Raises as `Staging.take`."""
+        return self.stack.staging(tiers[0]).take(nbytes)
 
     def add(self, save: Save) -> None:
         """Let a save go on in the background. Does not block."""
