@@ -276,7 +276,7 @@ def verify(manifest: Manifest, area: memoryview) -> None:
             about = manifest.about
             raise SnapshotError(
                 f"the copy of rank {about.rank} at step {about.step} is corrupt in bytes {start} "
-                f"to {end} ({_touched(layout, start, end)}); take another copy of it"
+                f"to {end} ({touched(layout, start, end)}); take another copy of it"
             )
     check_header(area, layout)
 
@@ -306,7 +306,7 @@ def _check_tensor(tensor: Tensor) -> None:
         )
 
 
-def _touched(layout: Layout, start: int, end: int) -> str:
+def touched(layout: Layout, start: int, end: int) -> str:
     """The tensors that share bytes with `start` to `end`, for a sentence."""
     names = [tensor.name for tensor, first, last in layout.spans() if first < end and last > start]
     if not names:

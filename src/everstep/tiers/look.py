@@ -196,7 +196,8 @@ class _Check:
             except Refused as error:
                 wrong += 1
                 if wrong <= _NAMED:
-                    self._find(part.rank, store, Refused(f"{error}{_of(layout, start, end)}"))
+                    whose = snapshot.touched(layout, start, end)
+                    self._find(part.rank, store, Refused(f"{error}; of {whose}"))
         if wrong > _NAMED:
             self._find(part.rank, store, Refused(f"{key}: {wrong - _NAMED} more blocks are wrong"))
         header = store.get(key, end=len(layout.header), deadline_s=_DEADLINE_S)
@@ -224,13 +225,6 @@ class _Check:
     def _find(self, rank: int, store: Store, error: StoreError) -> None:
         finding = Finding(kind=_kind(error), where=store.where, rank=rank, why=str(error))
         self.findings.append(finding)
-
-
-def _of(layout: snapshot.Layout, start: int, end: int) -> str:
-    """Whose bytes those are, for a sentence."""
-    named = [tensor.name for tensor, first, last in layout.spans() if first < end and last > start]
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return f"; of {', '.join(named[:3])}{more}" if named else "; of its header"
 
 
 def _kind(error: StoreError) -> Literal["missing", "corrupt", "unreachable"]:
