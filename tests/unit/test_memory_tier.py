@@ -16,7 +16,7 @@ from tests.unit.memorydesks import Hosts
 from everstep.errors import UserError
 from everstep.snapshot import BLOCK_BYTES, SnapshotError, block_spans, digest
 from everstep.tiers import names
-from everstep.tiers.memory import door, wire
+from everstep.tiers.memory import door, pool, wire
 from everstep.tiers.memory.client import MemoryStore, connect
 from everstep.tiers.memory.ownership import PREFIX
 from everstep.tiers.memory.wire import HEADER, address_of
@@ -445,3 +445,31 @@ def test_refusals(hosts: Hosts) -> None:
         store.size("run/x", deadline_s=S)
     with pytest.raises(UserError, match="start `everstep agent` on this host"):
         connect(where, patience_s=0.1)
+
+
+def test_an_agent_that_does_not_come_back_is_waited_for_once(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that saves on must not stand still in each save."""
+    tries: list[str] = []
+
+    def counted(name: str) -> wire.Wire:
+        tries.append(name)
+        return wire.Wire(name)
+
+    def asked(store: MemoryStore) -> int:
+        tries.clear()
+        with pytest.raises(StoreError, match="no agent keeps checkpoints there"):
+            store.reserve(100, deadline_s=S)
+        return len(tries)
+
+    monkeypatch.setattr(pool, "Wire", counted)
+    hosts.start("a")
+    store = hosts.store("a", patience_s=0.2)
+    hosts.stop("a", keep=True)
+    assert asked(store) > 1
+    assert asked(store) == 1
+    hosts.start("a")
+    _put(store, "run/x", b"there again")
+    hosts.stop("a")
+    assert asked(store) > 1

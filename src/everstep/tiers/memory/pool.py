@@ -3,8 +3,9 @@
 Theory of operation. A call takes a free connection or makes one. A connection on which an object
 was opened holds that object, whose memory is not used again meanwhile: it is kept for further
 reads until something else is done, since a load reads many ranges of few objects. An agent that has
-died is looked for again for `patience_s`, with jitter: it may be on its way back. After a fork the
-child makes connections of its own.
+died is looked for again for `patience_s`, with jitter: it may be on its way back. One that was not
+is asked once a call from then on, until it is there: a training that saves on must not wait for it
+each time. After a fork the child makes connections of its own.
 
 It does not know what is asked. Any thread; all calls block.
 """
@@ -51,6 +52,7 @@ class Pool:
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._closed = False
+        self._missed = False
         self._pid = os.getpid()
         self._free: list[Wire] = []
         self._readers: dict[str, Reader] = {}
@@ -177,12 +179,14 @@ class Pool:
 
     def _tries(self, deadline_s: float) -> Iterator[bool]:
         """Each try, with pauses between them; True: the last one."""
-        end_s = time.monotonic() + min(self._patience_s, deadline_s)
+        patience_s = 0.0 if self._missed else self._patience_s
+        end_s = time.monotonic() + min(patience_s, deadline_s)
         pause_s = 0.05
         while (now_s := time.monotonic()) < end_s:
             yield False
             time.sleep(min(pause_s * _RANDOM.uniform(0.5, 1), max(end_s - now_s, 0)))
             pause_s = min(2 * pause_s, 1.0)
+        self._missed = self._missed or self._patience_s <= deadline_s
         yield True
 
     def _take(self) -> Wire:
@@ -191,9 +195,12 @@ class Pool:
             while self._free:
                 wire = self._free.pop()
                 if wire.is_idle():
+                    self._missed = False
                     return wire
                 wire.close()
-        return Wire(self.name)
+        wire = Wire(self.name)
+        self._missed = False
+        return wire
 
     def _check(self) -> None:
         """Raises StoreError when it is closed. After a fork, the parent's connections are let
