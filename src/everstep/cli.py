@@ -753,7 +753,14 @@ def _show(settings: RunSettings, run: Callable[[RunSettings, View], JobResult]) 
         result = run(settings, view)
     finally:
         view.close()
-    view.summarize(result.run_dir)
+    if result.journal.is_file():
+        view.summarize(result.run_dir)
+    else:
+        said = f": {result.text}" if result.text else ""
+        _say(
+            f"the job has ended with exit code {result.exit_code}{said}; another host coordinated "
+            "it to its end, and has its journal and report"
+        )
     return result.exit_code
 
 

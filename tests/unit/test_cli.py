@@ -52,6 +52,7 @@ class Backend:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, exit_code: int = 0) -> None:
         self.exit_code = exit_code
         self.run_dir = Path("everstep-runs")
+        self.journal = self.run_dir / "journal.jsonl"
         self.text = "rank 1 exited with code 3" if exit_code else ""
         self.called: list[tuple[str, RunSettings]] = []
         for module, function in [("local", "run_job"), ("plain", "run_plain")]:
@@ -260,6 +261,16 @@ def test_a_secret_is_written_for_its_owner_alone(tmp_path: Path) -> None:
 def test_the_exit_code_is_the_job_s(exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     Backend(monkeypatch, exit_code)
     assert everstep("run", "train.py").exit_code == exit_code
+
+
+@pytest.mark.parametrize(("exit_code", "told"), [(0, ""), (3, ": rank 1 exited with code 3")])
+def test_a_job_that_was_coordinated_elsewhere_has_its_report_there(
+    exit_code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Backend(monkeypatch, exit_code)
+    result = everstep("run", "train.py")
+    assert result.exit_code == exit_code
+    assert f"ended with exit code {exit_code}{told}; another host coordinated it" in result.output
 
 
 def test_off_runs_unprotected_and_says_so_once(
