@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -18,6 +20,7 @@ from everstep.snapshot import BLOCK_BYTES, SnapshotError, block_spans, digest
 from everstep.tiers import names
 from everstep.tiers.memory import door, pool, wire
 from everstep.tiers.memory.client import MemoryStore, connect
+from everstep.tiers.memory.desk import Desk
 from everstep.tiers.memory.ownership import PREFIX
 from everstep.tiers.memory.wire import HEADER, address_of
 from everstep.tiers.store import Exists, Full, Missing, Stopped, StoreError
@@ -393,6 +396,26 @@ def test_another_user_is_not_served_and_not_believed(
     monkeypatch.setattr(wire, "user_of", lambda _: os.geteuid() + 1)
     with pytest.raises(UserError, match="is served by user"):
         connect(where, patience_s=0.1)
+
+
+def test_who_comes_as_an_agent_ends_is_hung_up_on() -> None:
+    """Its task is ended before it has begun."""
+    name = f"@everstep-test-{os.getpid()}"
+
+    async def first() -> None:
+        pass
+
+    async def come_and_end() -> None:
+        door_ = door.Door(cast(Desk, None), name, first)
+        with address_of(name) as address:
+            caller.connect(address)
+        door_._accept()
+        await door_.close()
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.settimeout(10)
+        asyncio.run(come_and_end())
+        assert caller.recv(1) == b""
 
 
 def test_hosts_with_another_secret_or_the_same_name_are_strangers(tmp_path: Path) -> None:

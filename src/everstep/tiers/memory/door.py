@@ -30,6 +30,7 @@ from everstep.tiers.store import StoreError
 
 _BACKLOG = 128
 _CONNECTIONS = 1024
+_FULL_PAUSE_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -62,11 +63,14 @@ class Door:
         except BaseException:
             self._socket.close()
             raise
-        self._acceptor = self._loop.create_task(self._accept())
+        self._open = True
+        self._listen()
 
     async def close(self) -> None:
         """End all connections."""
-        tasks = [self._acceptor, *self._connections]
+        self._open = False
+        self._loop.remove_reader(self._socket)
+        tasks = list(self._connections)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -74,16 +78,32 @@ class Door:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    async def _accept(self) -> None:
-        while True:
-            sock, _ = await self._loop.sock_accept(self._socket)
-            sock.setblocking(False)
-            if user_of(sock) != os.geteuid() or len(self._connections) >= _CONNECTIONS:
-                sock.close()
-                continue
-            task = self._loop.create_task(self._serve(sock))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+    def _listen(self) -> None:
+        if self._open:
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """Somebody comes. A callback, not a task: one that is cancelled would lose who has just
+        come."""
+        try:
+            sock, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # he has gone again
+        except OSError:  # no descriptor is left: who waits is served when there is one
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(_FULL_PAUSE_S, self._listen)
+            return
+        sock.setblocking(False)
+        if user_of(sock) != os.geteuid() or len(self._connections) >= _CONNECTIONS:
+            sock.close()
+            return
+        task = self._loop.create_task(self._serve(sock))
+        self._connections.add(task)
+        task.add_done_callback(lambda done: self._left(done, sock))
+
+    def _left(self, task: asyncio.Task[None], sock: socket.socket) -> None:
+        self._connections.discard(task)
+        sock.close()  # a task that was cancelled before it began has not closed it
 
     async def _serve(self, sock: socket.socket) -> None:
         holding = _Holding()
@@ -101,7 +121,6 @@ class Door:
         except ConnectionError:
             pass  # it is gone
         finally:
-            sock.close()
             self._let_go(holding)
 
     def _let_go(self, holding: _Holding) -> None:
