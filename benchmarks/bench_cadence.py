@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_copies import bare_copy_ms
-from benchmarks.figures import ROOT, median_interval, save, table
+from benchmarks.figures import ROOT, everstep_run, median_interval, save, table
 
 RANKS, BLOCK = 2, 10
 WAYS: dict[str, Sequence[str]] = {
@@ -40,15 +39,7 @@ def run(way: Sequence[str], blocks: int) -> dict[str, Any]:
         options = ["--nproc-per-node", str(RANKS), "--quiet", "--log-dir", f"{folder}/runs"]
         script = [str(ROOT / "benchmarks" / "cadencesteps.py"), *way]
         script += ["--blocks", str(blocks), "--out", folder]
-        command = [sys.executable, "-m", "everstep.cli", "run", *options, *script]
-        paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environ = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in paths if path))
-        done = subprocess.run(
-            command, env=environ, cwd=ROOT, timeout=_LIMIT_S, capture_output=True, text=True
-        )
-        if done.returncode:
-            print(done.stdout, done.stderr, file=sys.stderr)
-            done.check_returncode()
+        everstep_run([*options, *script], _LIMIT_S)
         found: dict[str, Any] = json.loads(Path(folder, "rank0.json").read_text())
         return found
 

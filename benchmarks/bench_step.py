@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.figures import ROOT, median_interval, save, table
+from benchmarks.figures import ROOT, everstep_run, median_interval, save, table
 
 RANKS = 4
 GOAL_RATIO = {"adamw": 1.02, "sgd": 1.02, "blocks": 1.02, "fsdp": 1.03}
@@ -50,15 +48,7 @@ def run_case(
         script += ["--block", str(block), "--optimizer", optimizer, "--out", directory]
         script += ["--metered", str(metered)]
         options = [*layout, "--quiet", "--log-dir", f"{directory}/runs"]
-        command = [sys.executable, "-m", "everstep.cli", "run", *options, *script]
-        paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environ = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in paths if path))
-        done = subprocess.run(
-            command, env=environ, cwd=ROOT, timeout=_LIMIT_S, capture_output=True, text=True
-        )
-        if done.returncode:
-            print(done.stdout, done.stderr, file=sys.stderr)
-            done.check_returncode()
+        everstep_run([*options, *script], _LIMIT_S)
         files = [Path(directory) / f"rank{rank}.json" for rank in range(RANKS)]
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 

@@ -9,6 +9,8 @@ import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,3 +68,17 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         )
         lines.append("  ".join([first, *others]).rstrip())
     return "\n".join(lines)
+
+
+def everstep_run(arguments: Sequence[str], limit_s: float) -> None:
+    """`everstep run` with these arguments, from this checkout, within `limit_s` seconds. Blocks.
+    Raises CalledProcessError when it fails, after all it said."""
+    command = [sys.executable, "-m", "everstep.cli", "run", *arguments]
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environ = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in paths if path))
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, timeout=limit_s, capture_output=True, text=True
+    )
+    if done.returncode:
+        print(done.stdout, done.stderr, file=sys.stderr)
+        done.check_returncode()
