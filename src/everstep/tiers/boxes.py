@@ -28,6 +28,12 @@ def overlap(one: Box, other: Box) -> Box | None:
     return (place, shape) if all(size > 0 for size in shape) else None
 
 
+def strides(shape: Sequence[int], item_bytes: int = 1) -> list[int]:
+    """How far apart neighbours are in each dimension of a contiguous tensor of `shape`: in bytes,
+    or in elements where nothing is said of their size."""
+    return [math.prod(shape[dim + 1 :]) * item_bytes for dim in range(len(shape))]
+
+
 def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Raises Refused, with `name`, unless `boxes` lie in a tensor of `shape`, are disjoint, and
     cover it. Empty boxes are allowed and cover nothing."""

@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from everstep.errors import PeerError
 from everstep.snapshot import BLOCK_BYTES
-from everstep.tiers import tensors, values
+from everstep.tiers import boxes, tensors, values
 from everstep.tiers.catalog import Checkpoint, Piece, check_piece
 from everstep.tiers.find import Told
 from everstep.tiers.load import Opened, Wanted, open_newest, open_told
@@ -64,7 +64,7 @@ def runs(
     run; and whether they are dense: the box and nothing else. Otherwise it is one run, from the
     first byte of the box to its last. Runs are apart where `far` bytes or more lie between. Nothing
     is empty. Pure."""
-    stride = [math.prod(shape[dim + 1 :]) * item_bytes for dim in range(len(shape))]
+    stride = boxes.strides(shape, item_bytes)
     whole = len(shape)  # dimensions from here on are taken whole
     while whole and size[whole - 1] == shape[whole - 1]:
         whole -= 1
@@ -303,7 +303,7 @@ def _put(
     if dense:
         tensors.put(target, flat.view(tuple(size)))
         return
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    strides = boxes.strides(shape)
     tensors.put(target, flat.as_strided(tuple(size), strides))
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from everstep import snapshot
-from everstep.tiers.boxes import Box, overlap
+from everstep.tiers.boxes import Box, overlap, strides
 from everstep.tiers.catalog import Piece, Whole, check_piece
 from everstep.tiers.load import Opened, Wanted
 
@@ -119,7 +119,7 @@ def _runs(held: Held, common: Box, box: Box, area: memoryview) -> Iterator[Wante
         inner -= 1
     outer = max(0, inner - 1)
     run = math.prod(shape[outer:]) * item
-    there, here = _strides(piece.shape, item), _strides(box[1], item)
+    there, here = strides(piece.shape, item), strides(box[1], item)
     for index in itertools.product(*(range(size) for size in shape[:outer])):
         at = [p + i for p, i in itertools.zip_longest(place, index, fillvalue=0)]
         source = held.start + _offset(at, piece.place, there)
@@ -127,9 +127,5 @@ def _runs(held: Held, common: Box, box: Box, area: memoryview) -> Iterator[Wante
         yield Wanted(piece.rank, source, area[target : target + run])
 
 
-def _strides(shape: Sequence[int], item_bytes: int) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) * item_bytes for dim in range(len(shape))]
-
-
-def _offset(at: Sequence[int], origin: Sequence[int], strides: Sequence[int]) -> int:
-    return sum((a - o) * s for a, o, s in zip(at, origin, strides, strict=True))
+def _offset(at: Sequence[int], origin: Sequence[int], apart: Sequence[int]) -> int:
+    return sum((a - o) * s for a, o, s in zip(at, origin, apart, strict=True))
